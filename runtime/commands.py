@@ -29,6 +29,8 @@ class RolePort(Protocol):
     incarnation: int
     machine: str
     """The machine of the process, or of the first rank: `os_process.machine()`."""
+    machines: Mapping[str, str]
+    """The machines of all its processes, by name, in order: those of a trainer send weights, those of a rollout receive."""
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
         """Send a command now; the returned coroutine waits for the answer. The process carries out data commands in the order
@@ -50,11 +52,6 @@ class RolePort(Protocol):
 
     def give_up(self, reason: str) -> None:
         """Stop calling the process: every current and later call raises Unreachable. Idempotent."""
-
-
-class TrainerPort(RolePort, Protocol):
-    machines: Mapping[str, str]
-    """The machines of the processes that send weights, by process name."""
 
 
 class Priority(enum.IntEnum):
@@ -122,13 +119,13 @@ class InitWeightGroup(Command[WeightGroupReady], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. A rollout gets it to send its version on."""
 
     epoch: int
-    names: tuple[str, ...]  # of the rollouts, in order
+    names: tuple[str, ...]  # of the rollouts' processes, in order
     machines: tuple[str, ...]  # of the senders and then the rollouts, as `runtime.weights.plan.shared_machines` returns them
 
 
 class JoinWeights(Command[None], frozen=True):
     """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, with the rank of their first worker,
-    and the trainer's ranks except rank 0; sending ranks replace `address.rank` by their own."""
+    and the trainer's ranks except rank 0; sending ranks and a rollout's further processes replace `address.rank`."""
 
     address: GroupAddress
     manifest: Manifest

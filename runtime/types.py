@@ -593,8 +593,19 @@ class Outcomes(msgspec.Struct, kw_only=True):
     environment: str
     reasons: list[str]  # [n]: the stop reason of each episode, or "left out: " and the cause
     turns: list[int]  # [n]: the answered calls of each episode
+    malformed: list[int] = []  # [n]: the replies of each episode with tool calls that could not be read; empty: not counted
     log: dict[str, tuple[int, float]] = {}  # for each figure that agents reported: the number of reports, and their sum
     repeated: dict[str, int] = {}  # by reason, how often an episode was played again
+
+
+class RolloutLoad(msgspec.Struct, kw_only=True):
+    """What a rollout reports with a group that says `keep`: gateways place further calls by it (`gateway.placement`)."""
+
+    cached: int  # tokens of the prompt whose keys and values were in the cache
+    prefill_seconds: float  # that the prompt's other tokens took; 0: not measured
+    samples: int = 0  # running and waiting as the group leaves, of all callers
+    room: int = 0  # tokens that finished texts in the cache may have
+    used: float = 0.0  # the part of `room` that running samples hold, if they share it; else 0
 
 
 class GeneratedGroup(msgspec.Struct, kw_only=True):
@@ -609,6 +620,7 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     rewards: list[float] = []  # [n], from the environment; NaN: no reward. Empty: plain replies
     outcomes: Outcomes | None = None  # None: plain replies
     holders: list[Holder] = []  # of the payload's blob; each has the whole
+    load: RolloutLoad | None = None  # None: the request does not say `keep`
     payload: bytes
 
     @property

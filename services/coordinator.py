@@ -387,12 +387,20 @@ class CoordinatorProcess(RunSupervisor):
                 self._absent.append(death)  # rollouts may still have its devices
             else:
                 self._start_again(death)
-        elif not self._register.has_others(death):
+        elif not (self._spans(death) and self._restarted(death)) and not self._register.has_others(death):
             self._failed.set_exception(SluiceError(death.reason))
 
+    def _spans(self, death: Death) -> bool:
+        unit = self._register.find(death.name)
+        return unit is not None and len(unit.ranks) > 1
+
+    def _restarted(self, death: Death) -> bool:
+        step = self._run.context.history.version.step if self._run is not None else 0
+        return self._nodes.start_again(death.name.rpartition("-")[0], death, step)
+
     def _start_again(self, death: Death) -> None:
-        role, step = death.name.rpartition("-")[0], self._run.context.history.version.step if self._run is not None else 0
-        if not self._nodes.start_again(role, death, step) and not self._failed.done():
+        role = death.name.rpartition("-")[0]
+        if not self._restarted(death) and not self._failed.done():
             allowed = getattr(self._config.services, role).restarts
             why = f"; services.{role}.restarts allows no further start" if allowed else ""
             self._failed.set_exception(SluiceError(death.reason + why))

@@ -23,12 +23,13 @@ from runtime.cluster.topology import (
     has_several_nodes,
     is_group,
     named_paths,
+    settings_of,
     with_ranks,
     with_rollouts,
 )
 from runtime.config import Config, Rollout, loading
 from runtime.coordinator.failover import Members, known_units
-from runtime.coordinator.register import Register, UnitState
+from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint
 from runtime.process import os_process
@@ -53,8 +54,8 @@ class Nodes:
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
-        self._allowances: dict[str, RestartBackoff] = {}  # of groups
-        self._restarted: dict[str, int] = {}  # by role, the run's step as its group was last restarted
+        self._allowances: dict[str, RestartBackoff] = {}  # of units
+        self._restarted: dict[str, int] = {}  # by unit, the run's step as it was last restarted
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when the node's assignment has changed
         self._seen: set[str] = set()  # nodes that were here at any time
@@ -191,6 +192,8 @@ class Nodes:
             raise UserError("scale: the number of rollouts of an evaluation cannot change")
         if wanted.role != "rollout" or not isinstance(self.config.services.rollout, Rollout):
             raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, and only as one fleet")
+        if (nodes := self.config.services.rollout.parallel.nodes) > 1:
+            raise UserError(f"scale: services.rollout.parallel.nodes is {nodes}; only rollouts on one node can be scaled")
         if wanted.replicas < 1:
             raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
         before = {seat.instance for seat in self._placement.seats}
@@ -210,21 +213,23 @@ class Nodes:
         )
 
     def start_again(self, role: str, death: Death, step: int) -> bool:
-        """Restart a group of trainer or critic, or one that spans nodes, as its next incarnation, after the delay that its
+        """Restart a group of trainer or critic, or a unit that spans nodes, as its next incarnation, after the delay that its
         `restarts` give. `step`: of the run; a group in memory that has made a step since its last restart is restarted at once.
         Returns False if `restarts` allow no further start, and for other groups, whose node has tried already."""
         assert self._placement is not None
-        nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
+        unit = [one.name for one in group_of(self.config, Instance(role, death.name))]
+        nodes = {seat.node for seat in self._placement.seats if seat.instance.name in unit}
         if len(nodes) < 2 and role not in UPDATED:
             return False
         if self._register.is_followed(death):
             return True  # the report is late: a newer incarnation has replaced this one
-        self._resize(role)
-        allowed = getattr(self.config.services, role).restarts
-        before, self._restarted[role] = self._restarted.get(role, 0), step
+        if role in UPDATED:
+            self._resize(role)
+        allowed, name = settings_of(self.config, Instance(role, death.name)).restarts, unit[0]
+        before, self._restarted[name] = self._restarted.get(name, 0), step
         delay: float | None = 0.0
-        if not allowed or step <= before or self.config.checkpoint.in_memory == "off":
-            delay = self._allowances.setdefault(role, RestartBackoff(allowed)).delay(time.monotonic())
+        if not allowed or step <= before or self.config.checkpoint.in_memory == "off" or role == ROLLOUT:
+            delay = self._allowances.setdefault(name, RestartBackoff(allowed)).delay(time.monotonic())
         if delay is None:
             return False
         self._place([Instance(role, death.name)])
@@ -270,7 +275,7 @@ class Nodes:
         seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.instance for seat in seats if seat.node == name]
         if not mine:
-            seats = tuple(seat for seat in seats if seat.node in there or is_group(self.config, seat.instance.role))
+            seats = tuple(seat for seat in seats if seat.node in there or self._spans(seat.instance))
         before = set(seats)
         try:
             after = self._place_beside(seats, self.config)
@@ -343,18 +348,24 @@ class Nodes:
         peers = {one.node: peer for one, peer in zip(holders, holders[1:] + holders[:1], strict=True) if one != peer}
         incarnations = {unit.name: unit.incarnation for unit in self._register.units()}
         for name, started in launches(self.config, self._placement, nodes, incarnations, self._secret).items():
-            if self._would_end_a_group(name, {launch.role for launch in started}):
-                continue  # the group's other nodes have yet to connect: all get their assignments then
+            if self._would_end_a_unit(name, [launch.name for launch in started]):
+                continue  # the unit's other nodes have yet to connect: all get their assignments then
             self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started, peer=peers.get(name))
             if name in self._streams:  # not after `close`
                 self._streams[name].set()
 
-    def _would_end_a_group(self, name: str, roles: Collection[str]) -> bool:
-        """Return whether node `name` runs ranks of a live group whose role is not among `roles`."""
+    def _would_end_a_unit(self, name: str, started: Collection[str]) -> bool:
+        """Return whether node `name` runs processes of a live unit over several nodes without a launch in `started`."""
         assert self._placement is not None
-        lost = {unit.role for unit in self._register.units("", UnitState.LOST)}
-        ends = [seat.instance for seat in self._placement.on(name) if seat.instance.role not in {*roles, *lost}]
-        return any(is_group(self.config, instance.role) and self._runs(name, instance) for instance in ends)
+        kept = {unit.name for unit in map(self._register.find, started) if unit is not None}
+        kept |= {unit.name for unit in self._register.units("", UnitState.LOST)}
+        here = [seat.instance for seat in self._placement.on(name) if self._spans(seat.instance)]
+        ends = [one for one in here if (unit := self._register.find(one.name)) is not None and unit.name not in kept]
+        return any(self._runs(name, instance) for instance in ends)
+
+    def _spans(self, instance: Instance) -> bool:
+        """Return whether the process is of a group, or of a rollout over several nodes, and so waits for its own node."""
+        return is_group(self.config, instance.role) or len(group_of(self.config, instance)) > 1
 
 
 def _beyond(instance: Instance, replicas: int) -> bool:

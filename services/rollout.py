@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from runtime.cluster.topology import replicas, takes_turns
+from msgspec.structs import replace
+
+from runtime.cluster.topology import replicas, takes_turns, unit_of
 from runtime.commands import Level, WeightsCommitted
 from runtime.config import Config
-from runtime.errors import Cancelled, InvalidMessage, ServiceFault, UserError
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault, UserError
 from runtime.process import os_process
 from runtime.process.waiting import now
 from runtime.status import State
@@ -27,11 +31,12 @@ if TYPE_CHECKING:
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
     """Build the engine of the rollout `name`, by its fleet's settings, in seconds; vLLM takes a minute. Raises UserError."""
-    from runtime.models.hf_folder import read_config
+    from runtime.models.hf_folder import count_experts, read_raw
     from runtime.models.limits import longest_text
     from runtime.process import platform
 
-    settings, device = replicas(config)[name], platform.device()
+    (first, node), device = unit_of(name), platform.device()
+    settings = replicas(config)[first]
     common: dict[str, Any] = {
         "device": device,
         "dtype": platform.resolve_dtype(settings.dtype, device, config.model.dtype),
@@ -43,15 +48,18 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
         return TorchRolloutEngine(config.model.path, **common)
-    from runtime.rollout.vllm.arguments import require_spread
-    from runtime.rollout.vllm.engine import VLLMRolloutEngine
+    from runtime.rollout.vllm.arguments import UnitPlace, require_spread
+    from runtime.rollout.vllm.engine import VLLMFollower, VLLMRolloutEngine
 
     if device.type == "cpu":
-        require_spread(settings.parallel, read_config(config.model.path).experts is not None)
-    return VLLMRolloutEngine(
+        require_spread(settings.parallel, count_experts(read_raw(config.model.path)) > 0)
+    host, *ports = os.environ.get(os_process.MEETING, " 0 0").split(" ")
+    place = UnitPlace(node, config.network.interface if host else "", host, (int(ports[0]), int(ports[1])))
+    return (VLLMFollower if node else VLLMRolloutEngine)(
         config.model.path,
         name=name,
         parallel=settings.parallel,
+        place=place,
         engine_args=settings.engine_args,
         swap_timeout=config.weight_sync.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
@@ -60,13 +68,14 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
 
 class RolloutService(ActorService):
-    """A request stays open until the engine has finished its group. Weights are staged meanwhile and swapped between steps."""
+    """A request stays open until the engine has finished its group. Weights are staged meanwhile and swapped between steps. All
+    processes of an engine over several nodes take part in weight syncs; the first has the requests."""
 
     role = "rollout"
     libraries = process.TORCH
 
     def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, name, rank)
+        super().__init__(config, name, unit_of(name)[1])
         self._engine: RolloutEngine
         self.weights: WeightReceiver
         self._level = Level.AWAKE
@@ -81,12 +90,23 @@ class RolloutService(ActorService):
         return BlobKeeper(self.config, self.blobs)
 
     def load(self) -> None:
-        self.use(make_engine(self.config, self.name))
+        first, timeout = unit_of(self.name)[0], self.config.deadlines.start
+        spans = replicas(self.config)[first].parallel.nodes > 1
+        late = DeadlineExceeded(self.name, "start", f"vLLM's processes of {first} on other nodes did not come", timeout)
+        # vLLM waits for the other processes without a deadline of ours.
+        timer = threading.Timer(timeout, os_process.end_at_once, (str(late),))
+        timer.daemon = True
+        if spans:
+            timer.start()
+        try:
+            self.use(make_engine(self.config, self.name))
+        finally:
+            timer.cancel()
 
     def use(self, engine: RolloutEngine) -> None:
         from runtime.weights.receiver import WeightReceiver
 
-        shared = replicas(self.config)[self.name].engine == "vllm"
+        shared = replicas(self.config)[unit_of(self.name)[0]].engine == "vllm"
         self._engine, self.torch_thread = engine, engine.thread
         self.weights = WeightReceiver(engine, self.config, self.name, shared=shared, drain=self._drain)
 
@@ -140,7 +160,9 @@ class RolloutService(ActorService):
 
     async def join_weights(self, request: Request) -> None:
         self._give_up_commit()
-        await self._beside(request, self.weights.join(request.message, self._require_base))
+        asked, address = request.message, request.message.address
+        own = replace(asked, address=replace(address, rank=address.rank + self.rank * address.workers))
+        await self._beside(request, self.weights.join(own, self._require_base))
 
     async def receive_weights(self, request: Request) -> None:
         await self._beside(request, self.weights.receive(request.message))
@@ -182,6 +204,10 @@ class RolloutService(ActorService):
         self._abort_withdrawn()
         for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
             request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
+            if (load := group.load) is not None:
+                stats = self._engine.stats()
+                load.samples, load.room = stats.running + stats.waiting, stats.kv_room
+                load.used = stats.kv_use * stats.kv_shared
             if request is not None and group.group_id < GATEWAY_GROUPS:  # the gateway joins it with others
                 request.reply(group)
             elif request is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 
-from runtime.commands import TrainerPort
+from runtime.commands import RolePort
 from runtime.config import WeightSyncConfig
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
@@ -115,6 +115,10 @@ class PeerMember(BenchPeer):
 
     service: str
 
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        super().__init__(name, process)
+        self.machines = {name: self.machine}
+
     async def call(self, command: Command[R]) -> R:
         method = method_of(self.service, command).name
         said = await self.ask("call", method=method, command=msgspec.to_builtins(command))
@@ -136,10 +140,6 @@ class PeerMember(BenchPeer):
 class TrainerPeer(PeerMember):
     service = "Trainer"
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process):
-        super().__init__(name, process)
-        self.machines = {name: self.machine}
-
 
 class RolloutPeer(PeerMember):
     service = "Rollout"
@@ -151,4 +151,4 @@ def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: W
         register.add(ROLLOUT, rollout)
         register.join(rollout)
     pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts}, DEADLINE)
-    return WeightPublisher(cast(TrainerPort, trainer), pool, settings, STEP)
+    return WeightPublisher(cast(RolePort, trainer), pool, settings, STEP)

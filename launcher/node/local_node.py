@@ -16,7 +16,7 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.cluster.nodes import PORTS_PER_ROLE, SPANNING_ROLES, NodeRegistration
+from runtime.cluster.nodes import NodeRegistration, meeting_ports
 from runtime.cluster.placement import NodeResources, offers, place, table
 from runtime.cluster.topology import has_several_nodes, processes
 from runtime.config import Computing, Config, loading
@@ -129,9 +129,6 @@ def jemalloc_paths(architecture: str) -> tuple[str, ...]:
     )
 
 
-MEETINGS = len(SPANNING_ROLES) * PORTS_PER_ROLE
-
-
 class LocalNode(Struct, frozen=True):
     name: str
     machine: Machine
@@ -170,7 +167,7 @@ class LocalNode(Struct, frozen=True):
             machine=os_process.machine(),
             config=hashlib.sha256(loading.to_yaml(given).encode()).hexdigest()[:12],
             version=metadata.version("sluice-rl"),
-            ports=_free_ports(address, own.network.port_range) if has_several_nodes(own.cluster) else [],
+            ports=_free_ports(address, own.network.port_range, meeting_ports(own)) if has_several_nodes(own.cluster) else [],
             pid=os.getpid(),
         )
 
@@ -196,8 +193,8 @@ def placement_table(config: Config, here: NodeResources) -> LiteralTable:
     return rows
 
 
-def _free_ports(address: str, ports: network.PortRange | None) -> list[int]:
-    listening = [network.listen(address, ports, 1) for _ in range(MEETINGS)]
+def _free_ports(address: str, ports: network.PortRange | None, count: int) -> list[int]:
+    listening = [network.listen(address, ports, 1) for _ in range(count)]
     try:
         return [each.getsockname()[1] for each in listening]
     finally:

@@ -94,7 +94,8 @@ class Child:
     def _log_of(self, line: str) -> Path:
         """Return the newest log of the process that the line names first, if it has one here: it may say more than this log."""
         name = line.partition(":")[0]
-        logs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        other = re.fullmatch(r"[a-z]+-\d+(n\d+)?", name) and name != self.spec.name
+        logs = self.log.parent.glob(f"{name}.*log") if other else ()
         return max(logs, key=lambda path: path.stat().st_mtime, default=self.log)
 
     def fault(self) -> SluiceError:

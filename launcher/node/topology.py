@@ -67,13 +67,17 @@ def service_specs(
         role, world = roles[launch.name], len(group_of(config, Instance(launch.role, launch.name)))
         own = "" if isinstance(role, Environment) else role.python  # an environment's interpreter is its agents'
         env = environment(role, threads if isinstance(role, Computing) else 1, machine, launch.devices)
-        # The key of a group across nodes. Other users can read command lines, but not environments.
-        key = {} if launch.rendezvous is None else {os_process.STORE_KEY: launch.rendezvous.key.hex()}
+        met = {}
+        if (meeting := launch.rendezvous) is not None and launch.ranks:
+            # The key of a group across nodes. Other users can read command lines, but not environments.
+            met = {os_process.STORE_KEY: meeting.key.hex()}
+        elif meeting is not None:
+            met = {os_process.MEETING: f"{meeting.host} {meeting.port} {meeting.other}"}
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
             command=_command(launch, role, world, own or python, arguments),
-            env={**ports.get(launch.name, {}), **env, **key, os_process.NODE: config_path.stem},
+            env={**ports.get(launch.name, {}), **env, **met, os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             ranks=isinstance(role, Trainer),
@@ -93,7 +97,7 @@ def _command(launch: Launch, settings: Process, world: int, python: str, argumen
     """Return the command that starts a single process, or this node's ranks of a group of `world`."""
     service = (f"services.{launch.role}", "--name", launch.name, *arguments)
     meeting, trains = launch.rendezvous, isinstance(settings, Trainer)
-    if len(launch.ranks) < 2 and meeting is None and not trains:
+    if not launch.ranks or (len(launch.ranks) < 2 and meeting is None and not trains):
         return start.command(*service, python=python)
     where = () if meeting is None else ("--at", host_port(meeting.host, meeting.port))
     ranks = ("--ranks", ",".join(map(str, launch.ranks)), "--world", str(world), *where)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from runtime.cluster.placement import Binding, NodeResources, Placement
-from runtime.cluster.topology import is_group
+from runtime.cluster.topology import is_group, replicas, unit_of
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
 from runtime.types import Holder
@@ -48,11 +48,12 @@ class NodePaths(Struct, kw_only=True, frozen=True):
 
 
 class Rendezvous(Struct, kw_only=True, frozen=True):
-    """The address at which the ranks of an SPMD group that spans nodes meet: on the node of rank 0."""
+    """The address at which the ranks of an SPMD group, or the processes of a rollout, that span nodes meet: on the first's."""
 
     host: str
     port: int
     key: bytes  # of the group
+    other: int = 0  # a second port, of a rollout
 
     def __repr__(self) -> str:
         """Format without the key, which must not be logged."""
@@ -217,12 +218,15 @@ def launches(
     `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank. `secret`, at most 64 bytes: each
     incarnation of a group has a key that is derived from it."""
     out: dict[str, list[Launch]] = {name: [] for name in roster}
-    absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
+
+    def unit_of_seat(seat: Binding) -> str:
+        return f"{seat.instance.role}-0" if is_group(config, seat.instance.role) else unit_of(seat.instance.name)[0]
+
+    absent = {unit_of_seat(seat) for seat in placement.seats if seat.node not in roster}
     units: dict[str, dict[str, list[Binding]]] = {}  # by the name of the first process, then by node
     for seat in sorted(placement.seats, key=lambda seat: is_group(config, seat.instance.role)):
-        role, group = seat.instance.role, is_group(config, seat.instance.role)
-        if seat.node in roster and not (group and role in absent):
-            units.setdefault(f"{role}-0" if group else seat.instance.name, {}).setdefault(seat.node, []).append(seat)
+        if (name := unit_of_seat(seat)) not in absent:
+            units.setdefault(name, {}).setdefault(seat.node, []).append(seat)
     for unit, parts in units.items():
         incarnation = incarnations.get(unit, 0)
         meeting = _meeting(unit, roster[next(iter(parts))], incarnation, secret) if len(parts) > 1 else None
@@ -240,8 +244,18 @@ def launches(
 
 
 def _meeting(unit: str, first: NodeRegistration, incarnation: int, secret: bytes) -> Rendezvous:
-    """Return where the ranks of the group `unit` meet: on its first node."""
-    role = unit.rpartition("-")[0]
-    port = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
+    """Return where the ranks of the group `unit`, or the processes of that rollout, meet: on its first node."""
+    role, _, index = unit.rpartition("-")
     key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
-    return Rendezvous(host=first.address, port=first.ports[port], key=key)
+    if role in SPANNING_ROLES:
+        port = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
+        return Rendezvous(host=first.address, port=first.ports[port], key=key)
+    place = (len(SPANNING_ROLES) + int(index)) * PORTS_PER_ROLE + 2 * incarnation % PORTS_PER_ROLE
+    return Rendezvous(host=first.address, port=first.ports[place], key=key, other=first.ports[place + 1])
+
+
+def meeting_ports(config: Config) -> int:
+    """Return how many ports a node registers: for the roles that may span nodes, and for the rollouts if some do."""
+    rollouts = replicas(config)
+    spanning = len(rollouts) if any(fleet.parallel.nodes > 1 for fleet in rollouts.values()) else 0
+    return (len(SPANNING_ROLES) + spanning) * PORTS_PER_ROLE

@@ -7,7 +7,7 @@ colocated role comes after its host. If no node has accelerators, no process get
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -153,15 +153,21 @@ class _Table:
 
     def seat_replicas(self, path: str, replicas: Sequence[Instance]) -> list[Instance]:
         """Place each replica as `placement` says. Return the replicas without room."""
-        wanted = len(self._seats_of[path]) + len(replicas)
-        for index, instance in enumerate(replicas):
+        wanted, ahead = len(self._seats_of[path]) + len(replicas), list(replicas)
+        while ahead:
+            unit, found = topology.group_of(self._config, ahead[0]), dict[str, tuple[int, ...]]()
             try:
-                place = topology.place_in_fleet(self._config, instance)
-                self._seat(path, instance, *self._room_for(path, instance, place, wanted))
+                place = topology.place_in_fleet(self._config, unit[0])
+                for instance in unit:  # each on a node of its own
+                    node, devices = self._room_for(path, instance, place, wanted, found)
+                    found[node] = devices
             except _NoRoom:
                 if not self._waits or not self._seats_of[path]:
                     raise
-                return list(replicas[index:])
+                return ahead
+            for instance, (node, devices) in zip(unit, found.items(), strict=True):
+                self._seat(path, instance, node, devices)
+            del ahead[: len(unit)]
         return []
 
     def seat_group(self, path: str, ranks: Sequence[Instance]) -> None:
@@ -213,8 +219,11 @@ class _Table:
             yield [node for node in allowed if self._nodes[node].supernode == supernode]
         yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
 
-    def _room_for(self, path: str, instance: Instance, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
-        """Return node and devices of one replica, with index `index` of all the `wanted`. Raises _NoRoom."""
+    def _room_for(
+        self, path: str, instance: Instance, index: int, wanted: int, others: Collection[str]
+    ) -> tuple[str, tuple[int, ...]]:
+        """Return node and devices of one replica, with index `index` of all the `wanted`, or of its process that is on none of
+        the nodes `others`. Raises _NoRoom."""
         settings = settings_of(self._config, instance)
         each = devices_each(settings)
         assert isinstance(settings, Placed)
@@ -229,10 +238,15 @@ class _Table:
             return node, tuple(settings.devices[index * each : (index + 1) * each])
         needed = each if self._accelerated else 0
         mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
-        fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
+        fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share and node not in others]
         most = max(self._nodes[node].devices for node in allowed)
         if 1 < each > most and self._accelerated:
             raise _NoRoom(f".parallel: takes {each} devices of one node, and nodes have at most {most}")
+        if not fitting and isinstance(settings, Rollout) and (nodes := settings.parallel.nodes) > 1:
+            beside = f", beside {', '.join(others)}," if others else ""
+            raise _NoRoom(
+                f".parallel.nodes: {nodes}, but{beside} no node has room for {instance.name}; {self._free_devices(allowed)}"
+            )
         if not fitting:
             raise _NoRoom(f": no node has {each} free devices for {instance.name}; {self._free_devices(allowed)}")
         if settings.placement != "pack":

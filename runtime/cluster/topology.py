@@ -15,7 +15,8 @@ UPDATED = ("trainer", "critic")  # the roles whose state no other process can ma
 
 
 class Instance(Struct, frozen=True):
-    """One process of a role by its name, over all its incarnations; `rank` is 0 for a process that stands alone."""
+    """One process of a role by its name, over all its incarnations; `rank` is 0 for a process that stands alone. The processes
+    of a rollout over several nodes are rollout-0, rollout-0n1 and on."""
 
     role: str
     name: str
@@ -26,11 +27,20 @@ def instances(config: Config, trains: bool = True) -> list[Instance]:
     """List every process that registers, by the roles' sections. `trains`: False for an evaluation, of rollouts and rewards."""
     out: list[Instance] = []
     for role in config.services.__struct_fields__:
-        if _has(config, role, trains):
+        if role == "rollout":
+            out += [one for name in replicas(config) for one in group_of(config, Instance(role, name))]
+        elif _has(config, role, trains):
             group = is_group(config, role)
             count = sum(_count(config, role, settings) for settings in sections(config, role).values())
             out += [Instance(role, f"{role}-{index}", index if group else 0) for index in range(count)]
     return out
+
+
+def unit_of(name: str) -> tuple[str, int]:
+    """Return the name of the unit of a rollout's process, and the number of the process: ("rollout-0", 1) for rollout-0n1."""
+    stem, _, index = name.rpartition("-")
+    first, _, number = index.partition("n")
+    return f"{stem}-{first}", int(number or 0)
 
 
 def _count(config: Config, role: str, settings: Process) -> int:
@@ -41,12 +51,13 @@ def _count(config: Config, role: str, settings: Process) -> int:
 
 def devices_each(settings: Process) -> int:
     """Return the number of accelerators of one process."""
-    return settings.parallel.devices if isinstance(settings, Rollout) else int(isinstance(settings, Computing))
+    return settings.parallel.devices_each if isinstance(settings, Rollout) else int(isinstance(settings, Computing))
 
 
 def devices_of(config: Config, role: str, settings: Process) -> int:
     """Return the number of accelerators of all processes of one section."""
-    return _count(config, role, settings) * devices_each(settings)
+    nodes = settings.parallel.nodes if isinstance(settings, Rollout) else 1
+    return _count(config, role, settings) * nodes * devices_each(settings)
 
 
 def _has(config: Config, role: str, trains: bool) -> bool:
@@ -81,9 +92,10 @@ def fleets(config: Config) -> dict[str, Rollout]:
 
 
 def rollout_parallel(config: Config) -> RolloutParallel:
-    """Return the layout of the largest engine. Each rollout has as many receivers of weights as this has devices."""
+    """Return the layout of the engine that is largest on a node. Each process of a rollout has as many receivers of weights as
+    this has devices there."""
     found = (fleet.parallel for fleet in fleets(config).values())
-    return max(found, key=lambda each: each.devices, default=RolloutParallel())
+    return max(found, key=lambda each: each.devices_each, default=RolloutParallel())
 
 
 def players(config: Config) -> dict[str, str]:
@@ -116,7 +128,7 @@ def place_in_fleet(config: Config, instance: Instance) -> int:
 def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
     """Return the YAML path of an instance's settings, the settings, and its index among their processes. The settings are those
     of a rollout's fleet, or of a process's environment. Raises KeyError."""
-    index = int(instance.name.rpartition("-")[2])
+    index = int(unit_of(instance.name)[0].rpartition("-")[2])
     for path, settings in sections(config, instance.role).items():
         count = _count(config, instance.role, settings)
         if index < count:
@@ -131,8 +143,13 @@ def uses_reference(config: Config) -> bool:
 
 
 def group_of(config: Config, instance: Instance) -> list[Instance]:
-    """Return the instances that live and die together with `instance`: the ranks of its group in order, or itself alone."""
-    return [one for one in instances(config) if one.role == instance.role] if is_group(config, instance.role) else [instance]
+    """Return the instances that live and die together with `instance`, in order: the ranks of its group, the processes of its
+    rollout, or itself alone."""
+    if is_group(config, instance.role):
+        return [one for one in instances(config) if one.role == instance.role]
+    settings, first = settings_of(config, instance), unit_of(instance.name)[0]
+    nodes = settings.parallel.nodes if isinstance(settings, Rollout) else 1
+    return [Instance(instance.role, f"{first}n{node}" if node else first, node) for node in range(nodes)]
 
 
 def takes_turns(config: Config) -> bool:

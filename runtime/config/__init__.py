@@ -256,6 +256,12 @@ class Deadlines(Section, frozen=True):
 # ---- The roles: their processes, nodes and engines, and how rollouts get new weights
 
 
+ToolFormatName = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "glm4", "kimi_k2", "minimax_m2", "deepseek_v3", "deepseek_v31", "harmony",
+    "mistral", "mistral_v11", "llama3_json", "pythonic", "gemma3", "olmo3", "smollm2",
+]  # fmt: skip
+
+
 class Gateway(Section, frozen=True):
     """With this section tasks are played as episodes: an agent calls the gateway as it would call OpenAI or Anthropic. The
     section exists by default if `services.environment` has agents. Without agents, your own programs ask for tasks."""
@@ -266,9 +272,13 @@ class Gateway(Section, frozen=True):
     """Most episodes of one gateway at a time; it answers 429 to more. A run starts fewer if these keep its rollouts busy."""
     serve: bool = False
     """Calls need no episode, and have their own sampling parameters. `sluice serve` sets this key."""
-    tools: Literal["auto", "hermes", "json", "none"] = "auto"
-    """How the model writes tool calls. `hermes`: JSON in `<tool_call>`. `json`: the whole reply, as Llama 3 does. `none`: it
-    writes none, and requests with tools are refused. `auto`: as the model's family or chat template says."""
+    tool_format: ToolFormatName = "auto"
+    """How the model writes tool calls: the format of a family of models. `auto`: as the model's chat template writes them. If
+    the template knows no tools, a named format writes the tools into the system message. `none`: requests with tools are
+    refused."""
+    malformed_reward: float | None = None
+    """A reply that begins a tool call and cannot be read ends its episode with this reward, as `parse_error`. Empty: such a
+    reply is text, and the episode goes on."""
 
 
 class Process(Section, frozen=True):
@@ -324,7 +334,7 @@ class Coordinator(Process, frozen=True):
 
 
 class RolloutParallel(Section, frozen=True):
-    """How vLLM spreads an engine: over `tensor` × `pipeline` × `data` devices of one node, or processes on CPUs."""
+    """How vLLM spreads an engine: over `tensor` × `pipeline` × `data` devices, or processes on CPUs."""
 
     tensor: Processes = 1
     """Devices that share each layer. Must divide the model's attention heads."""
@@ -335,11 +345,19 @@ class RolloutParallel(Section, frozen=True):
     expert: Processes = 1
     """Models with experts: devices over which vLLM spreads whole experts, `tensor` × `data`. 1: these devices share each
     expert."""
+    nodes: Processes = 1
+    """Nodes over which each engine is spread, with as many devices on each. Must divide `data`, or without data parallelism
+    `tensor` × `pipeline`. vLLM's processes on these nodes need a private network."""
 
     @property
     def devices(self) -> int:
         """Number of devices of an engine."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def devices_each(self) -> int:
+        """Number of devices of an engine on each of its nodes."""
+        return self.devices // self.nodes
 
 
 class Rollout(Computing, frozen=True):

@@ -58,6 +58,7 @@ _RENAMED = {
     "tune": "sft",
     "deadlines.silence": "keepalive",
     "deadlines.stall": "watchdog",
+    "gateway.tools": "tool_format",
     "moe.replay": "router_replay",
     "reference.mode": "source",
     "services.rollout.slots": "max_num_seqs",

@@ -273,6 +273,7 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
             yield f"{key}.engine: vllm is not installed here; {how}, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
         yield from (f"{key}.parallel.{fault}" for fault in _parallel_faults(fleet.parallel, config.moe, model))
+        yield from (f"{key}.parallel.nodes: {fleet.parallel.nodes}{fault}" for fault in _spanning_faults(config, fleet))
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         chosen = {"sampling.temperature": config.sampling.temperature, "evaluation.temperature": config.evaluation.temperature}
         for index, each in enumerate(config.evaluation.sets):
@@ -288,7 +289,7 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
 def _parallel_faults(parallel: RolloutParallel, moe: Moe, model: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line for each fault of an engine's layout. `model`: as for `rollout_faults`."""
     heads, layers = ((model or {}).get(name) for name in ("num_attention_heads", "num_hidden_layers"))
-    experts, most = hf_folder.experts_of(model or {}), parallel.tensor * parallel.data
+    experts, most = hf_folder.count_experts(model or {}), parallel.tensor * parallel.data
     if heads is not None and heads % parallel.tensor:
         yield f"tensor: {parallel.tensor} does not divide the model's {heads} attention heads"
     if layers is not None and layers < parallel.pipeline:
@@ -297,10 +298,28 @@ def _parallel_faults(parallel: RolloutParallel, moe: Moe, model: Mapping[str, An
         yield f"pipeline: {parallel.pipeline}, but vllm tells no routes over stages; must be 1, or moe.router_replay off"
     if parallel.expert not in (1, most):
         yield f"expert: {parallel.expert}; vllm spreads experts over tensor × data devices: must be {most}, or 1"
-    elif parallel.expert > 1 and model is not None and experts is None:
+    elif parallel.expert > 1 and model is not None and not experts:
         yield f"expert: {parallel.expert} is for models with experts, and model.path has none; must be 1"
-    elif experts is not None and experts.count % parallel.expert:
-        yield f"expert: {parallel.expert} does not divide the model's {experts.count} experts"
+    elif experts % parallel.expert:
+        yield f"expert: {parallel.expert} does not divide the model's {experts} experts"
+
+
+def _spanning_faults(config: Config, fleet: Rollout) -> Iterator[str]:
+    """Yield the end of a line for each fault of a fleet whose engines span nodes."""
+    parallel, cluster, staging = fleet.parallel, config.cluster, config.weight_sync.staging_bytes
+    if parallel.nodes == 1:
+        return
+    over, count = ("data", parallel.data) if parallel.data > 1 else ("tensor × pipeline", parallel.tensor * parallel.pipeline)
+    if count % parallel.nodes:
+        yield f" does not divide parallel.{over}, {count}; must divide it"
+    named = len(cluster.nodes) if cluster.nodes != "auto" else cluster.min_nodes
+    there, key = (len(fleet.placement), "placement") if isinstance(fleet.placement, list) else (max(1, named), "cluster")
+    if there < parallel.nodes:
+        yield f", but {key} has {there}; must be at most that"
+    elif not topology.has_several_nodes(cluster):
+        yield ", but the run has one node; needs cluster.nodes or cluster.min_nodes"
+    refused = {"weight_sync.staging_bytes": staging, "colocate": fleet.colocate, "devices": fleet.devices}
+    yield from (f" does not go with {name} {value}; must be 1, or that be left out" for name, value in refused.items() if value)
 
 
 def elastic_faults(config: Config) -> Iterator[str]:

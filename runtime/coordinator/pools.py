@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from runtime import types
 from runtime.cluster.topology import UPDATED
-from runtime.commands import RolePort, TrainerPort
+from runtime.commands import RolePort
 from runtime.config import Config
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
 from runtime.coordinator.weight_sync_protocol import Epoch, Membership
@@ -121,7 +121,7 @@ class Roles:
         if (lost := next((unit for unit in trained if unit.port is None), None)) and not taken_up:
             raise Unreachable(lost.name, "start", lost.reason)
         self.models: list[RolePort] = [*(taken_up or (unit.port for unit in trained))]
-        self.trainer = cast(TrainerPort, self.models[0])
+        self.trainer = self.models[0]
         self.critic: RolePort | None = self.models[1] if len(trained) > 1 else None
 
 

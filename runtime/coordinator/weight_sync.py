@@ -28,7 +28,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from runtime import commands, timeouts
-from runtime.commands import AbortWeights, JoinWeights, ReceiveWeights, ResendWeights, RolePort, SendWeights, TrainerPort
+from runtime.commands import AbortWeights, JoinWeights, ReceiveWeights, ResendWeights, RolePort, SendWeights
 from runtime.config import WeightSyncConfig as Settings
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import RolloutPool
@@ -75,16 +75,17 @@ class SyncGroup:
     async def meet(self, epoch: Epoch) -> SluiceError | None:
         """Connect the group. Return None, or the fault. Raises UserError if the members cannot use the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
-        machines = {**self.machines, **{port.name: port.machine for port in ports}}
+        receivers = {name: machine for port in ports for name, machine in port.machines.items()}
+        machines = {**self.machines, **receivers}
         shared = shared_machines(self.settings.transport, self.settings.backend, machines)
-        names = tuple(port.name for port in ports)
+        names = tuple(receivers)
         # The trainer opens the rendezvous and answers at once. It connects concurrently, once the rollouts have joined.
         hosted = await self.trainer.call(commands.InitWeightGroup(epoch.number, names, shared))
         address, manifest = hosted.address, hosted.manifest
         joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
+        ranks = dict(zip(names, count(address.senders, address.workers), strict=False))
         joins += [
-            asyncio.ensure_future(port.post(JoinWeights(replace(address, rank=rank), manifest)))
-            for port, rank in zip(ports, count(address.senders, address.workers), strict=False)
+            asyncio.ensure_future(port.post(JoinWeights(replace(address, rank=ranks[port.name]), manifest))) for port in ports
         ]
         try:
             # Wait for all joins together, as each blocks until all members are there. The first failure ends the wait.
@@ -145,7 +146,7 @@ class WeightPublisher:
     A lost rollout is left out of the next epoch, where the same version is tried again. A newcomer need not wait for a step:
     when no weight sync runs, a serving rollout sends it the committed version, else the trainer again from its buckets."""
 
-    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
+    def __init__(self, trainer: RolePort, pool: RolloutPool, settings: Settings, step_seconds: float):
         """Create the publisher. `step_seconds`: how long a gather may have to wait for the trainer's current step."""
         self._pool, self._settings, self.step_seconds = pool, settings, step_seconds
         self._lock = asyncio.Lock()  # held by the weight sync that is under way

@@ -21,19 +21,20 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def workers_sharding(config: Config, specs: Sequence[TensorSpec]) -> Sharding:
-    """Return how the tensors `specs` are cut over the workers of a rollout: as many as the largest engine of the fleets has. A
-    tensor whose layout is unknown goes whole to any of them."""
+    """Return how the tensors `specs` are cut over the workers of a rollout: as many as the largest engine has on a node. A
+    tensor whose layout is unknown goes whole to any of them; so do all to each node of an engine over several."""
     parallel = rollout_parallel(config)
-    if parallel.devices == 1:
+    workers = parallel.devices_each
+    if workers == 1:
         return Sharding()
-    known, anyone = dict(_needs(config, parallel)), Sharding.whole(parallel.devices).cuts[0]
-    return Sharding.of(parallel.devices, [known.get((spec.name, spec.shape)) or anyone for spec in specs])
+    known, anyone = dict(_needs(config, parallel)) if parallel.nodes == 1 else {}, Sharding.whole(workers).cuts[0]
+    return Sharding.of(workers, [known.get((spec.name, spec.shape)) or anyone for spec in specs])
 
 
 def undeclared(config: Config) -> str | None:
     """Return a line about the matrices that any worker may take, as vLLM's layout of them is not declared; None: none."""
     parallel = rollout_parallel(config)
-    if parallel.devices == 1:
+    if parallel.devices == 1 or parallel.nodes > 1:
         return None
     names = [name for (name, _), cut in _needs(config, parallel) if cut is None]
     what = f"{parallel.devices} workers share out {len(names)} matrices whole, such as {' '.join(names[:1])}"

@@ -26,6 +26,7 @@ AGENTS = "SLUICE_AGENTS"  # variable: pids of the agents from which a process an
 MEMORY = "SLUICE_MEMORY"  # variable of a group's ranks: descriptor of the memory file with copies of their state
 STORE = "SLUICE_STORE"  # variable of rank 0: descriptor of the group's listening socket
 ORDERS = "SLUICE_ORDERS"  # variable of the parent of a group's ranks: descriptor of the socket with the agent's orders
+MEETING = "SLUICE_MEETING"  # variable of a rollout's processes on several nodes: where they meet, as HOST PORT PORT
 STORE_KEY = "SLUICE_STORE_KEY"  # variable of a group's ranks: the group's key, in hexadecimal digits
 
 MISTAKE = 2  # exit code of an error that the user can mend

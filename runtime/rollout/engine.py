@@ -36,6 +36,7 @@ class EngineStats(Struct, kw_only=True, rename=_GAUGES):
     busy_seconds: float = 0.0
     kv_waiting_bytes: int = 0  # keys and values of conversations that wait for their next turn
     kv_waiting_texts: int = 0
+    kv_room: int = 0  # tokens that the texts of conversations that wait may have in the cache
     kv_hits: int = 0  # prompts whose beginning was in the cache
     kv_misses: int = 0  # requests with `keep` whose prompt had no beginning in the cache
     kv_use: float = 0.0  # the part of the room for running sequences that holds keys and values
@@ -147,6 +148,8 @@ def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[
 class EngineGroup:
     """A group in an engine. `samples` [n]: None for a sample that is not finished."""
 
+    load: types.RolloutLoad | None = None  # set by the engine with the first token, if the request says `keep`
+
     def __init__(self, request: GroupRequest):
         self.request = request
         self.samples: list[Sample | None] = [None] * request.n
@@ -165,6 +168,7 @@ class EngineGroup:
             truncated=sum(each.finish_reason == "length" for each in samples),
             oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
             newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
+            load=self.load,
             payload=types.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime import commands, timeouts, types
 from runtime.cluster.placement import RestartBackoff
-from runtime.cluster.topology import Instance, instances, is_group, rollout_parallel, settings_of, slots
+from runtime.cluster.topology import Instance, instances, rollout_parallel, settings_of, slots
 from runtime.commands import HANDED_OVER, InitWeightGroup, ResendWeights, SendWeights, WeightGroupReady, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import RunSupervisor
@@ -345,7 +345,7 @@ class SyncMember(SimulatedProcess):
         cluster, names = self.cluster, (self.name, *command.names)
         senders = cluster.config.services.trainer.processes if self.is_group else 1
         machines = (*command.machines[:1] * senders, *command.machines[1:])
-        workers, bucket_bytes = rollout_parallel(cluster.config).devices, cluster.config.weight_sync.bucket_bytes
+        workers, bucket_bytes = rollout_parallel(cluster.config).devices_each, cluster.config.weight_sync.bucket_bytes
         took = sync_seconds(cluster.costs, machines, senders, bucket_bytes, workers)
         epoch = cluster.epochs[command.epoch] = SyncEpoch(names, dict(zip(command.names, took, strict=True)))
         self._tasks.add(self.loop.create_task(self._meet(epoch)))
@@ -705,7 +705,7 @@ class SimulatedCluster(RunSupervisor):
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
         self._thread = asyncio.Lock()  # of the coordinator
-        units = [unit for unit in instances(config) if unit.rank == 0 or not is_group(config, unit.role)]
+        units = [unit for unit in instances(config) if unit.rank == 0]
         for number, unit in enumerate(units):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)

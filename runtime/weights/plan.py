@@ -126,10 +126,10 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     key: bytes = b""  # of the group
     rank: int = 0
     full_every: int = 0  # of encoding delta; 0: every version is whole
-    names: tuple[str, ...] = ()  # of the senders, then of the rollouts; (): unknown
+    names: tuple[str, ...] = ()  # of the senders, then of the rollouts' processes; (): unknown
     machines: tuple[str, ...] = ()  # in the same order, as `shared_machines` returns them; (): all ""
     senders: int = 1  # as in the manifest
-    workers: int = 1  # of each rollout, as in the manifest; the ranks of a rollout's workers follow each other
+    workers: int = 1  # of each rollout's process, as in the manifest; the ranks of its workers follow each other
 
     def __repr__(self) -> str:
         """Leave out the key: no log may hold the key."""

@@ -335,6 +335,7 @@ class RoleClient:
     def __init__(self, service: str, session: Session, config: Config, incarnation: int = 0):
         self.name = session.name
         self.machine = session.machine
+        self.machines: Mapping[str, str] = {session.name: session.machine}
         self.incarnation = incarnation
         self._service = service
         self._session = session
@@ -367,6 +368,7 @@ class GroupClient(RoleClient):
     def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
         """Create the client. `sessions`: of all ranks, in order. `leaders`: the ranks that get data, and pass it on."""
         super().__init__(service, sessions[0], config, incarnation)
+        self.machines = {session.name: session.machine for session in sessions}
         self._sessions = sessions
         self._leaders = leaders
         self._ordered = 0  # an earlier coordinator has sent the commands of all steps before this one
@@ -375,11 +377,6 @@ class GroupClient(RoleClient):
         self._callbacks: list[Callable[[str], None]] = []
         for session in sessions:
             session.when_broken(partial(self._lose, session.name))
-
-    @cached_property
-    def machines(self) -> Mapping[str, str]:
-        """The machine of each rank, by the process's name."""
-        return {session.name: session.machine for session in self._sessions}
 
     def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
         method = contract.method_of(self._service, command)
@@ -493,10 +490,12 @@ async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence
 
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
-    """Return the client of a process of `role`, or of the group whose ranks `sessions` lead to."""
+    """Return the client of a process of `role`, or of the unit to whose processes `sessions` lead."""
     service = contract.service_of(role, config)
-    if service not in GROUP_SERVICES:
+    if service not in GROUP_SERVICES or (role == "rollout" and len(sessions) == 1):
         return RoleClient(service, sessions[0], config, incarnation)
+    if role == "rollout":
+        return GroupClient(service, sessions, config, range(1), incarnation)
     settings = replace(getattr(config.services, role), processes=len(sessions))  # an elastic group may have fewer ranks
     return GroupClient(service, sessions, config, data_leaders(settings), incarnation)
 

@@ -260,6 +260,10 @@ class FakeReplica(Losable):
 
     machine = "here"
 
+    @property
+    def machines(self) -> dict[str, str]:
+        return {self.name: self.machine}
+
 
 class FakeRollout(FakeReplica):
     """Generates with the version that it last committed. `generated_by` is the version at the start of each group."""

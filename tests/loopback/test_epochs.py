@@ -119,6 +119,10 @@ class Port:
     def when_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
 
+    @property
+    def machines(self) -> dict[str, str]:
+        return {service.name: self.machine for service in getattr(self, "services", [self.service])}
+
     def acknowledge(self, command: Any) -> None:
         """It keeps no answers."""
 
@@ -173,7 +177,6 @@ class TrainerHere(Port):
         self.rank = service._worker = TrainRank(self.engine, made)
         self.engine.version_of = lambda: self.rank.version
         super().__init__(service)
-        self.machines = {self.name: self.machine}
 
 
 class Stage:
@@ -586,7 +589,6 @@ class TwoSenders(TrainerHere):
         for service in self.services:
             service._make_rank = make_rank
         super(TrainerHere, self).__init__(self.services[0])
-        self.machines = {service.name: self.machine for service in self.services}
 
     async def start(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))

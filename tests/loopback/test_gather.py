@@ -218,9 +218,7 @@ class Site:
     def trainer(self) -> Port:
         service = TrainerService(self.config, "trainer-0", 0)
         service._worker = TrainRank(policy_trainer(self.config), self.config)
-        port: Any = Port(service)
-        port.machines = {port.name: port.machine}
-        return port
+        return Port(service)
 
     def stage(self, *paths: str) -> Any:
         """With a rollout for each of `paths`, their model folders."""

@@ -64,7 +64,7 @@ def make(**sections: Any) -> Config:
 def registration(name: str, own: bool = False, **values: Any) -> NodeRegistration:
     """`own`: as of the node whose agent started this process."""
     pid, machine = (os.getppid(), os_process.machine()) if own else (1, "another")
-    given = {"address": "127.0.0.1", "devices": 4, "config": "c", "version": "1", "ports": list(range(7001, 7013))}
+    given = {"address": "127.0.0.1", "devices": 4, "config": "c", "version": "1", "ports": list(range(7001, 7017))}
     return NodeRegistration(name=name, pid=pid, machine=machine, **{**given, **values})
 
 
@@ -149,10 +149,10 @@ def register(desk: Desk, name: str, incarnation: int = 0) -> None:
 
 
 def dies(desk: Desk, name: str, incarnation: int = 0) -> bool:
-    """Whether the group is started again, as its agent tells of a rank's death."""
+    """Whether the unit is started again, as its agent tells of a process's death."""
     death = Death(node="a", name=name, incarnation=incarnation, reason="was killed")
     desk.register.lose(death, death.reason)
-    return desk.nodes.start_again("trainer", death, step=0)
+    return desk.nodes.start_again(name.rpartition("-")[0], death, step=0)
 
 
 def placed(desk: Desk) -> set[str]:
@@ -331,6 +331,43 @@ async def test_a_node_that_comes_to_the_next_coordinator_first_keeps_its_ranks_o
     await until(lambda: "b" not in desk.nodes.roster.nodes)
     assert dies(desk, "trainer-0", 1)
     assert "trainer-0" not in await a.told()  # it is lost by now, and b is not there to start it again with
+
+
+ENGINE = {"engine": "vllm", "parallel": {"tensor": 2, "nodes": 2}, "restarts": 1}
+OVER_BOTH = {"rollout": ENGINE, "trainer": {"placement": ["a"]}, "reward": {"placement": ["a"]}}
+
+
+@handed(run, make(cluster=NAMED, services=OVER_BOTH))
+async def test_a_rollout_over_two_nodes_starts_again_as_a_whole_and_waits_for_its_node(desk: Desk) -> None:
+    a, b = await came(desk, "a", "b")
+    assert ((await a.told())["rollout-0"], await b.told()) == (0, {"rollout-0n1": 0})
+    register(desk, "rollout-0")
+    assert desk.register.find("rollout-0").state is UnitState.STARTED  # type: ignore[union-attr]
+    register(desk, "rollout-0n1")
+    assert desk.register.find("rollout-0n1").state is UnitState.REGISTERED  # type: ignore[union-attr]
+    assert dies(desk, "rollout-0n1")
+    assert ((await a.told())["rollout-0"], await b.told()) == (1, {"rollout-0n1": 1})
+    assert dies(desk, "rollout-0")  # which ended because of the other, and is followed
+    assert not dies(desk, "rollout-0", 1)  # restarts: 1
+    await leaves(desk, b)
+    b = IdleAgent(desk, registration("b"))
+    assert ((await a.told())["rollout-0"], await b.told()) == (2, {"rollout-0n1": 2})
+    with pytest.raises(UserError, match=r"^scale: services.rollout.parallel.nodes is 2; only rollouts on one node can be"):
+        desk.nodes.scale(Scale(role="rollout", replicas=2))
+
+
+@handed(run, make(cluster=NAMED, services=OVER_BOTH))
+async def test_the_next_coordinator_leaves_a_rollout_over_two_nodes_alone_until_both_have_come(desk: Desk) -> None:
+    names = ("rollout-0", "rollout-0n1")
+    seats = [Binding(Instance("rollout", name, at), node) for at, (name, node) in enumerate(zip(names, "ab", strict=True))]
+    told = [Registration(role="rollout", name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=1) for name in names]
+    unit = KnownUnit("rollout", list(names), 1, told)
+    desk.nodes.take_up(Members(run="r", began=1, rollouts=1, seats=seats, pending=[], units=[unit]))
+    a = IdleAgent(desk, registration("a", own=True, running={"rollout-0": 1}))
+    await until(lambda: "a" in desk.nodes.roster.nodes)
+    b = IdleAgent(desk, registration("b", running={"rollout-0n1": 1}))
+    said = await a.told()
+    assert (said["rollout-0"], await b.told()) == (1, {"rollout-0n1": 1})
 
 
 @handed(run, make())

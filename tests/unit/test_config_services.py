@@ -21,6 +21,7 @@ from runtime.config import Config, Trainer, model_checks
 from runtime.config.checks import environment_faults, semantic_faults
 from runtime.config.loading import load, resolve
 from runtime.config.model_checks import megatron_faults, memory_of_copies, memory_of_ranks
+from runtime.config.service_checks import rollout_faults
 from runtime.errors import UserError
 from runtime.models import hf_folder
 from runtime.models.families import family_for
@@ -205,6 +206,32 @@ def test_the_reference_is_spread_or_has_replicas(tmp_path: Path, settings: dict[
     told = semantic_faults(msgspec.convert(sections | {"algorithm": {"kl_coefficient": 0.1}}, Config))
     found = [each for each in told if each.startswith("services.reference")]
     assert (not found if fault == "none" else found[0].startswith(f"services.reference.{fault}")) and len(found) <= 2
+
+
+NODES = """
+parallel: {tensor: 4, nodes: 2} => none
+parallel: {tensor: 1, data: 4, nodes: 2} => none
+parallel: {tensor: 3, nodes: 2} => nodes: 2 does not divide parallel.tensor × pipeline, 3; must divide it
+parallel: {tensor: 2, data: 3, nodes: 2} => nodes: 2 does not divide parallel.data, 3; must divide it
+parallel: {tensor: 4, nodes: 4} => nodes: 4, but cluster has 2; must be at most that
+parallel: {tensor: 2, nodes: 2}, placement: [a] => nodes: 2, but placement has 1; must be at most that
+parallel: {tensor: 2, nodes: 2}, devices: [0] => nodes: 2 does not go with devices [0]; must be 1, or that be left out
+parallel: {tensor: 2, nodes: 2}, colocate: trainer
+  => nodes: 2 does not go with colocate trainer; must be 1, or that be left out
+parallel: {tensor: 2, nodes: 2}, staging: 1000
+  => nodes: 2 does not go with weight_sync.staging_bytes 1000; must be 1, or that be left out
+"""
+
+
+@pytest.mark.parametrize(("rollout", "fault"), cases(NODES))
+def test_an_engine_over_nodes_that_cannot_be_is_one_line(rollout: dict[str, Any], fault: str) -> None:
+    given, staging = dict(rollout), rollout.get("staging", 0)
+    given.pop("staging", None)
+    sections = {"cluster": {"nodes": [{"name": "a"}, {"name": "b"}]}, "weight_sync": {"staging_bytes": staging}}
+    fleet = {"engine": "vllm", "python": "/vllm/python", **given}
+    config = msgspec.convert({"run": {"name": "test"}, "services": {"rollout": fleet}, **sections}, Config)
+    found = [each for each in rollout_faults(config, None) if "nodes" in each]
+    assert found == ([] if fault == "none" else [f"services.rollout.parallel.{fault}"])
 
 
 def test_the_warm_ups_model_is_checked_too() -> None:

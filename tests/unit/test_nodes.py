@@ -7,6 +7,8 @@ import asyncio
 import io
 import re
 import socket
+import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from launcher.node.local_node import LocalNode, Machine, on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.view import View
 from runtime import config
-from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, code, launches, path_faults
+from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, code, launches, meeting_ports, path_faults
 from runtime.cluster.placement import NodeResources, place
 from runtime.config import Config, Run
 from runtime.errors import UserError
@@ -40,6 +42,7 @@ from runtime.process.network import (
     transport_variables,
 )
 from runtime.status import Loss, Progress
+from services.rollout import RolloutService
 from tests.unit.test_shown import GLOO
 
 # ---- Whom the coordinator admits as a node, and what each node is to run
@@ -138,6 +141,42 @@ def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incar
     assert meeting == Rendezvous(host="10.0.0.1", port=7004, key=b"" if meeting is None else meeting.key)
     assert (second["trainer-3"].ranks, second["trainer-3"].rendezvous) == ([3], meeting)
     assert (second["rollout-0"].devices, second["rollout-0"].incarnation, second["rollout-1"].incarnation) == ([1], 2, 0)
+
+
+def test_a_rollout_over_two_nodes_meets_at_ports_of_its_own_and_waits_for_both() -> None:
+    engine = {"engine": "vllm", "replicas": 2, "parallel": {"tensor": 2, "nodes": 2}}
+    config = make(services={"rollout": engine, "trainer": {"processes": 2, "placement": "spread"}})
+    ports = list(range(7001, 7001 + meeting_ports(config)))
+    there = {name: node(name, address=f"10.0.0.{at}", devices=3, ports=ports) for at, name in enumerate("ab")}
+    placed = place(config, [NodeResources(name, 3) for name in there])
+    taken = Counter[int]()
+    for incarnation in range(2):
+        told = launches(config, placed, there, {"rollout-0": incarnation, "rollout-1": incarnation}, b"secret")
+        first, second = ({launch.name: launch for launch in told[name]} for name in ("a", "b"))
+        for unit in ("rollout-0", "rollout-1"):
+            meeting = first[unit].rendezvous
+            assert meeting is not None and second[f"{unit}n1"].rendezvous == meeting and meeting.host == "10.0.0.0"
+            assert (first[unit].incarnation, second[f"{unit}n1"].incarnation) == (incarnation, incarnation)
+            taken.update((meeting.port, meeting.other))
+    assert len(taken) == 8 and max(taken.values()) == 1 and taken.keys() <= set(ports[12:])
+    assert [launch.role for launch in launches(config, placed, {"a": there["a"]}, {}, b"")["a"]] == ["reward"]
+
+
+def test_a_part_of_an_engine_that_waits_too_long_for_the_others_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"engine": "vllm", "parallel": {"tensor": 2, "nodes": 2}}
+    late, said = threading.Event(), list[str]()
+
+    def end(error: str) -> None:
+        said.append(error)
+        late.set()
+
+    monkeypatch.setattr("runtime.process.os_process.end_at_once", end)
+    monkeypatch.setattr("services.rollout.make_engine", lambda *_: late.wait(60.0))
+    service = RolloutService(make(services={"rollout": engine}, deadlines={"start": 0.01}), "rollout-0n1", 0)
+    monkeypatch.setattr(service, "use", lambda _: None)
+    service.load()
+    assert said == ["rollout-0n1: start: vLLM's processes of rollout-0 on other nodes did not come (deadline 0.01 s)"]
+    assert service.rank == 1
 
 
 def test_each_incarnation_of_a_group_has_a_key_that_nobody_foretells_and_no_log_shows() -> None:

@@ -317,6 +317,35 @@ def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
     assert offers(named, here) == [NodeResources("a", 2, "s"), NodeResources("b", 8)]
 
 
+def over_nodes(**rollout: Any) -> Config:
+    return make(services={"rollout": {"engine": "vllm", "parallel": {"tensor": 4, "nodes": 2}, **rollout}})
+
+
+def test_an_engine_over_nodes_has_a_process_on_each_and_as_many_devices_there() -> None:
+    config = over_nodes(replicas=2)
+    named = [one.name for one in instances(config) if one.role == "rollout"]
+    assert named == ["rollout-0", "rollout-0n1", "rollout-1", "rollout-1n1"]
+    units = [[one.name for one in group_of(config, Instance("rollout", name))] for name in named]
+    assert units == [named[:2]] * 2 + [named[2:]] * 2
+    placed = place(config, nodes(3, 2, 2, 2))
+    found = {seat.instance.name: (seat.node, seat.devices) for seat in placed.seats if seat.instance.role == "rollout"}
+    assert found == {
+        "rollout-0": ("n0", (1, 2)),
+        "rollout-0n1": ("n1", (0, 1)),
+        "rollout-1": ("n2", (0, 1)),
+        "rollout-1n1": ("n3", (0, 1)),
+    }
+    assert accelerators(config) == 9
+
+
+def test_an_engine_over_nodes_that_finds_one_is_refused_or_waits_as_a_whole() -> None:
+    (fault,) = refused(over_nodes(placement=["n0"]), nodes(9, 9))
+    assert fault.startswith("services.rollout.parallel.nodes: 2, but, beside n0, no node has room for rollout-0n1; ")
+    placed = place(over_nodes(replicas=2), nodes(5, 2), waits=True)
+    assert [one.name for one in placed.pending] == ["rollout-1", "rollout-1n1"]
+    assert [seat.instance.name for seat in placed.seats if seat.instance.role == "rollout"] == ["rollout-0", "rollout-0n1"]
+
+
 @given(
     devices=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     trainer=st.integers(1, 6),

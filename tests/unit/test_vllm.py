@@ -21,8 +21,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from runtime.config import Config, Model, RolloutParallel, Run, Services, Warmup, loading
+from runtime.config import Config, Model, Moe, RolloutParallel, Run, Services, Warmup, loading
 from runtime.config.checks import semantic_faults
+from runtime.config.service_checks import _parallel_faults
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import tiny_model
 from runtime.models.families import family_for
@@ -76,6 +77,14 @@ def test_a_stage_needs_its_layers_at_every_rank_and_parts_of_experts_are_over_al
     sharding = workers_sharding(config, [TensorSpec(name, "float32", shapes[name]) for name in names.values()])
     holders = {name: sharding.cut(index).holders for index, name in enumerate(names)}
     assert holders == {"embed": ((0, 1, 2, 3),), "query": ((1, 3),), "expert": ((1,), (3,))}
+
+
+def test_each_node_of_an_engine_over_several_gets_whole_weights_by_its_own_workers() -> None:
+    services = msgspec.convert({"rollout": {"engine": "vllm", "parallel": {"tensor": 4, "nodes": 2}}}, Services)
+    config = Config(run=Run(name="a"), services=services)
+    sharding = workers_sharding(config, [TensorSpec("model.layers.0.self_attn.q_proj.weight", "float32", (8, 8))])
+    assert (sharding.members, sharding.cut(0)) == (2, Cut(((0, 1),)))
+    assert undeclared(config) is None
 
 
 def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:
@@ -262,6 +271,15 @@ def test_on_cpus_a_rollout_refuses_what_vllm_lacks_there(
         make_engine(replace(tiny_model.made(config), services=services), "rollout-0")
 
 
+def test_experts_of_families_that_only_vllm_knows_are_counted() -> None:
+    model = {"model_type": "qwen3_next", "num_attention_heads": 8, "num_experts": 6}
+    parallel = RolloutParallel(tensor=4, expert=4)
+    assert list(_parallel_faults(parallel, Moe(), model)) == ["expert: 4 does not divide the model's 6 experts"]
+    assert not list(_parallel_faults(parallel, Moe(), {**model, "num_experts": 8}))
+    none = "expert: 4 is for models with experts, and model.path has none; must be 1"
+    assert list(_parallel_faults(parallel, Moe(), {**model, "model_type": "olmo3", "num_experts": 0})) == [none]
+
+
 # ------------------------------------------------------------------------------------------------ shared buffers
 
 
@@ -431,6 +449,15 @@ class Core:
     async def add(self, request_id: str, prompt: list[int], sampling: dict[str, Any], salt: str, rank: int) -> None:
         self.asked.append(prompt[0])
         self.ranks.append(rank)
+
+
+def test_an_engine_over_nodes_needs_the_newest_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", cast(Any, types.SimpleNamespace(__version__="0.23.0")))
+    shim.check_version()
+    with pytest.raises(
+        UserError, match=r"^services\.rollout\.parallel\.nodes: 2 needs vllm 0\.30, and this is 0\.23\.0; must be 1"
+    ):
+        shim.check_version(nodes=2)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
-from runtime.types import PolicyVersion, Sample
+from runtime.types import GeneratedGroup, PolicyVersion, RolloutLoad, Sample
 from tests.vllm.faulty_worker import BREAKS, HANGS
 from tests.vllm.rig import PROMPT, SLOTS, TOLERANCE, Rig, interrupted_after
 
@@ -77,6 +78,22 @@ def test_prompts_are_shared_within_a_version(rig: Rig) -> None:
     before = rig.engine.stats().prefill_tokens
     rig.generate(rig.request(n=2, tokens=2))
     assert rig.engine.stats().prefill_tokens - before < 2 * len(PROMPT) - 128
+
+
+def test_a_kept_request_reports_what_the_cache_had_of_its_version(rig: Rig) -> None:
+    async def load() -> RolloutLoad:
+        rig.engine.submit([replace(rig.request(n=1, tokens=2), keep=True)])
+        done = list[GeneratedGroup]()
+        while not done:
+            done += await rig.engine.advance(lambda: False)
+        assert done[0].load is not None
+        return done[0].load
+
+    rig.generate(rig.request(n=1, tokens=2))
+    rig.run(rig.update())
+    first, second = rig.run(load()), rig.run(load())
+    assert first.cached == 0 and 128 <= second.cached < len(PROMPT)
+    assert 0 < second.prefill_seconds < 60 and 0 < first.prefill_seconds < 60
 
 
 def test_updates_during_continuous_generation(rig: Rig) -> None:

@@ -25,10 +25,10 @@ from runtime.models.hf_folder import WeightFiles
 from runtime.process import platform
 from runtime.process.spans import at
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests
-from runtime.rollout.torch.decoder import Decoder, KVCache
+from runtime.rollout.torch.decoder import Decoder, KVCache, kv_bytes
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.slots import Prefilled, RowSampling, Slots, as_row, sample, sets_of, streams, to_host
-from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RolloutLoad, RoutedExperts, Sample, common
 
 # ---- Prefill. Computes several texts at once, packed: whole, or from the point where their keys and values are already known.
 
@@ -295,7 +295,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._leave_by = math.inf  # when finished groups leave, on the clock of `perf_counter`
         self._sampling = RowSampling(np.zeros((0, 5), np.float32), device)
         self._sampling_key = b""
-        self._stats = EngineStats(slots=slots)
+        self._stats = EngineStats(slots=slots, kv_room=KV_FOR_WAITING // kv_bytes(config, 1, 1, dtype))
         self._halt = False
         self._level = Level.AWAKE
         self._on_host: HostOffload | None = None  # holds the weights while they are off the device
@@ -393,6 +393,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _prefill(self) -> None:
         """Run the prompts for the free slots, and a few more, and draw all their first tokens."""
+        began = time.perf_counter()
         groups, begun = self._next_prompts()
         prompts = [group.request.prompt for group in groups]
         self._routing.begin()
@@ -409,10 +410,14 @@ class TorchRolloutEngine(RolloutEngine):
         u = self._to_device(np.concatenate([each[:, 0] for each in numbers]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
         tokens, logprobs = to_host(drawn)
+        known = [each.shape[3] for each in begun] or [0] * len(groups)
+        pace = (time.perf_counter() - began) / computed.tokens  # seconds a token
         sets, version, begin = sets_of(drawn.kept), self.version.pack(), 0
-        for group, text, stream, taken in zip(groups, computed.keys_values, numbers, routed, strict=True):
+        for group, text, stream, taken, cached in zip(groups, computed.keys_values, numbers, routed, known, strict=True):
             own = slice(begin, begin := begin + group.request.n)
             kept = [sets.get(row) for row in range(own.start, own.stop)]
+            if group.request.keep:
+                group.load = RolloutLoad(cached=cached, prefill_seconds=pace * (len(group.request.prompt) - cached))
             group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,11 @@ OWN = {
     "enable_expert_parallel": "services.rollout.parallel.expert",
     # New weights would go to the places that experts had at the start.
     "enable_eplb": "",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), "services.rollout.parallel.nodes"),
+    **dict.fromkeys(("data_parallel_address", "data_parallel_rpc_port"), "services.rollout.parallel.nodes"),
     # Other ways to start an engine's processes, or further ones.
-    **dict.fromkeys(("prefill_context_parallel_size", "enable_elastic_ep", "nnodes", "node_rank", "master_addr"), ""),
-    **dict.fromkeys((f"data_parallel_{name}" for name in ("rank", "start_rank", "size_local", "backend", "address")), ""),
+    **dict.fromkeys(("prefill_context_parallel_size", "enable_elastic_ep"), ""),
+    **dict.fromkeys((f"data_parallel_{name}" for name in ("rank", "start_rank", "size_local", "backend")), ""),
     **dict.fromkeys(("data_parallel_external_lb", "data_parallel_hybrid_lb"), ""),
     "distributed_executor_backend": "",
     "logprobs_mode": "",
@@ -96,6 +98,23 @@ def require_spread(parallel: RolloutParallel, experts: bool) -> None:
         if what:
             value = getattr(parallel, name)
             raise UserError(f"services.rollout.parallel.{name}: {value}; must be 1 on CPUs, for which vllm has {what}")
+
+
+class UnitPlace(NamedTuple):
+    """Where a process of an engine that spans nodes is, and where all of them meet: at two ports of the first node."""
+
+    node: int = 0  # of the engine's nodes; on node 0 is the core
+    address: str = ""  # of this node
+    host: str = ""  # of node 0
+    ports: tuple[int, int] = (0, 0)  # for the workers' group, and for data-parallel ranks
+
+    def arguments(self, nodes: int) -> dict[str, Any]:
+        """Return vLLM's arguments of an engine over so many nodes."""
+        if nodes == 1:
+            return {}
+        workers, ranks = self.ports
+        meeting = {"master_addr": self.host, "master_port": workers, "data_parallel_rpc_port": ranks}
+        return {"nnodes": nodes, "node_rank": self.node, "data_parallel_address": self.host, **meeting}
 
 
 # vLLM silently raises lower temperatures to this value.

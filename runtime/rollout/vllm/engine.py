@@ -10,6 +10,9 @@ sequences keep their own or, with `recompute`, lose all. `GroupRequest.keep` nee
 until their room is needed, and drops the least recently used first. A text of two versions has the salt of its first version.
 
 Data-parallel ranks are schedulers of their own, each with a cache. They pause, load and resume together, and die together.
+
+An engine may span nodes. On the first is a `VLLMRolloutEngine`, with the requests. On each other one a `VLLMFollower` starts
+vLLM's processes of that node, and stages weights there. A load reaches all workers through vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -36,13 +40,13 @@ from runtime.models.adapters import merged
 from runtime.models.forward import dtype_of
 from runtime.models.hf_folder import WeightFiles, packs, read_config
 from runtime.models.limits import kv_cache_bytes
-from runtime.process import platform
+from runtime.process import os_process, platform
 from runtime.process.spans import work
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, are_adapters, check_requests, make_sample, misfit
-from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
-from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
-from runtime.rollout.vllm.worker import MENDABLE, Location, locate
-from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts
+from runtime.rollout.vllm.arguments import UnitPlace, as_vllm, check_temperature, sample_seed
+from runtime.rollout.vllm.shim import Core, CoreFollower, Output, check_version, prepare_environment
+from runtime.rollout.vllm.worker import LOCATIONS, MENDABLE, Location, locate, write_locations
+from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RolloutLoad, RoutedExperts
 from runtime.weights.group import arena
 
 # ---- Shared weights. The weights that vLLM's workers load at the next swap: a whole set in shared memory.
@@ -95,7 +99,7 @@ _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for waking
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
 _WORKER = "runtime.rollout.vllm.worker.WeightLoading"
-_ALONE = RolloutParallel()
+_ALONE, _HERE = RolloutParallel(), UnitPlace()
 
 
 @dataclass
@@ -125,6 +129,7 @@ class VLLMRolloutEngine(RolloutEngine):
         slots: int,
         max_model_len: int,
         parallel: RolloutParallel = _ALONE,
+        place: UnitPlace = _HERE,
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float,
         sleeps: bool = False,
@@ -133,12 +138,13 @@ class VLLMRolloutEngine(RolloutEngine):
     ):
         """Start vLLM's processes, which takes 10 to 60 s. Must not be called on an event loop.
 
+        `place`: of this process among those of an engine that spans nodes; the start ends once all of them are there.
         `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, by
         vLLM's own allocator for accelerators. `worker`: the extension of its workers. `replays`: whether requests may ask for
         the tokens' experts.
 
         Raises UserError if vLLM is missing or unsupported, refuses an argument, or cannot start, as with an unsupported model
-        or too little memory.
+        or too little memory; ServiceFault if an engine that spans nodes cannot start.
         """
         model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         self._shared = SharedWeights(WeightFiles(model_path), bool(model.get("tie_word_embeddings")), dtype)
@@ -158,15 +164,18 @@ class VLLMRolloutEngine(RolloutEngine):
         self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # locations, and the copies made for them
         self._loaded = False  # whether the last part of a version has been loaded
         self._stats = EngineStats(slots=slots)
-        prepare_environment(device.type == "cpu")
-        check_version(replays)
+        prepare_environment(device.type == "cpu", place.address)
+        check_version(replays, parallel.nodes)
         experts = read_config(model_path).experts if replays else None
         self._sparse = sorted(experts.layers) if experts else []  # the layers with experts
         self._data = parallel.data
         own = _arguments(model_path, model, device, dtype, slots, max_model_len, parallel)
-        own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
+        own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps, **place.arguments(parallel.nodes)}
         own |= {"enable_return_routed_experts": True} if self._sparse else {}
-        self._core = Core(own, engine_args or {})
+        self._core: Any = self._started(own, engine_args or {})
+
+    def _started(self, arguments: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
+        return Core(arguments, engine_args)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         check_requests(requests, self._groups, self._context, self._core.vocabulary)
@@ -252,10 +261,12 @@ class VLLMRolloutEngine(RolloutEngine):
                 continue
             stepped = True
             if not sequence.tokens:
-                request = sequence.group.request
+                group, request = sequence.group, sequence.group.request
                 self._stats.prefill_tokens += len(request.prompt) - output.cached
                 self._stats.kv_hits += request.keep and output.cached > 0
                 self._stats.kv_misses += request.keep and not output.cached
+                if request.keep and group.load is None:
+                    group.load = RolloutLoad(cached=output.cached, prefill_seconds=output.prefill_seconds)
             self._stats.preemptions += max(0, output.preemptions - sequence.forgotten)
             sequence.forgotten = False
             self._stats.decode_tokens += len(output.tokens)
@@ -389,11 +400,47 @@ class VLLMRolloutEngine(RolloutEngine):
             running=len(self._running),
             waiting=len(self._waiting) + any_runs * load.waiting,
             kv_use=any_runs * load.kv_use,
+            kv_room=load.room,
             kv_shared=load.room < self._slots * self._context,
         )
 
     async def close(self) -> None:
         await self._core.close()
+
+
+class VLLMFollower(VLLMRolloutEngine):
+    """The processes of an engine on another node than its requests. It stages weights for this node's workers, which load
+    them when the engine on the first node swaps."""
+
+    def __init__(self, model_path: str, *, name: str, **options: Any):
+        """Start as VLLMRolloutEngine. This process ends when one of the processes does: then the engine has ended."""
+        self._locations = os.memfd_create("sluice-locations")
+        os.environ[LOCATIONS] = f"/proc/{os.getpid()}/fd/{self._locations}"  # the workers inherit it
+        super().__init__(model_path, name=name, **options)
+        self._closes = False
+        self._core.when_dead(self._end)
+
+    def _started(self, arguments: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
+        return CoreFollower(arguments, engine_args)
+
+    def _end(self) -> None:
+        if not self._closes:
+            os_process.end_at_once(str(self._death()))
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        await super().stage(tensors)
+        assert self._staged is not None
+        write_locations(self._locations, self._staged[0])
+        await asyncio.to_thread(self._core.note)
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
+        self._check_alive()  # what is staged stays until the next version is: the workers may not have read it yet
+        self.version = version
+
+    async def close(self) -> None:
+        self._closes = True
+        await super().close()
+        os.close(self._locations)
 
 
 def _arguments(
@@ -444,4 +491,4 @@ def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: t
     whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
     needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
     half = platform.memory(torch.device("cpu")).available // 2
-    return min(needed // (parallel.tensor * parallel.pipeline), half // parallel.devices)
+    return min(needed // (parallel.tensor * parallel.pipeline), half // parallel.devices_each)

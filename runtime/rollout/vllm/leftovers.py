@@ -8,6 +8,7 @@ frees the lock however a process ends. What a killed engine left is removed when
 from __future__ import annotations
 
 import fcntl
+import multiprocessing.process
 import os
 import re
 import shutil
@@ -44,6 +45,8 @@ class Leftovers:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Keep the temporary files of vLLM's processes in the folder while vLLM starts, and note what they share."""
+        # The prefix of the names of semaphores, which children inherit.
+        multiprocessing.process.current_process()._config["semprefix"] = f"/{self._folder.name}"  # type: ignore[attr-defined]
         usual, variables = tempfile.gettempdir(), {name: os.environ.get(name) for name in ("TMPDIR", _SOCKETS)}
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         fits = len(os.fsencode(self._folder)) + 1 + _UUID_BYTES <= _PATH_BYTES
@@ -88,9 +91,9 @@ def clear() -> None:
 def _remove(folder: Path) -> None:
     noted = folder / _NOTED
     names = set(noted.read_text(encoding="utf-8").splitlines()) if noted.exists() else set()
-    meetings = tuple(f"{path.name}-" for path in folder.glob(f"{_MEETING}*"))
+    prefixes = (f"sem.{folder.name}-", *(f"{path.name}-" for path in folder.glob(f"{_MEETING}*")))
     for file in SHARED.iterdir() if SHARED.is_dir() else ():
-        if file.name in names or (meetings and file.name.startswith(meetings)):
+        if file.name in names or file.name.startswith(prefixes):
             with suppress(OSError):  # Python's resource tracker has removed it, or another user's file has the same name
                 if file.stat().st_uid == os.geteuid():
                     file.unlink()

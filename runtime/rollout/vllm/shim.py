@@ -13,15 +13,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from runtime import timeouts
 from runtime.config.secret_values import resolved
-from runtime.errors import UserError
+from runtime.errors import ServiceFault, UserError
 from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults, with_plugin
 from runtime.rollout.vllm.leftovers import Leftovers
 from runtime.rollout.vllm.worker import MENDABLE, Location, undelivered
@@ -125,6 +126,7 @@ class Output(NamedTuple):
     finish: str  # vLLM's finish reason; "" while it goes on
     cached: int  # prompt tokens found in the prefix cache, with the first output
     preemptions: int = 0  # how often its keys and values were taken away since the output before
+    prefill_seconds: float = 0.0  # from the scheduler's first step with the prompt to this output, with the first output
     experts: np.ndarray | None = None  # [tokens fed since the output before, layers, experts a token], if requested
 
 
@@ -137,8 +139,8 @@ class CoreLoad:
     waiting: int = 0  # requests in vLLM that are not running
 
 
-def check_version(replays: bool = False) -> None:
-    """Check vLLM's version. Raises UserError if vLLM is missing or unsupported, or `replays` needs a newer one."""
+def check_version(replays: bool = False, nodes: int = 1) -> None:
+    """Check vLLM's version. Raises UserError if vLLM is missing or unsupported, or `replays` or `nodes` need a newer one."""
     try:
         import vllm
     except ImportError as error:
@@ -151,13 +153,17 @@ def check_version(replays: bool = False) -> None:
         raise UserError(
             f"moe.router_replay: routing needs vllm {SUPPORTED[-1]}, and this is {found}; must be off, or engine torch"
         )
+    if nodes > 1 and release != SUPPORTED[-1]:
+        raise UserError(f"services.rollout.parallel.nodes: {nodes} needs vllm {SUPPORTED[-1]}, and this is {found}; must be 1")
 
 
-def prepare_environment(on_cpu: bool) -> None:
-    """Set variables that vLLM reads when it is imported. A variable that is already set stays."""
+def prepare_environment(on_cpu: bool, address: str = "") -> None:
+    """Set variables that vLLM reads when it is imported. A variable that is already set stays. `address`: this node's, where
+    processes of other nodes reach vLLM's."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         _METHOD: "spawn",  # a process that serves gRPC should not fork
+        **({"VLLM_HOST_IP": address} if address else {}),
     }
     if on_cpu:
         # The threads are shared out by Sluice (OMP_NUM_THREADS), and no compiler need be installed.
@@ -166,13 +172,12 @@ def prepare_environment(on_cpu: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-class Core:
-    """A running engine: its processes, and the sockets to them. All methods except the constructor need one event loop."""
+class _Started:
+    """vLLM's processes of an engine that are on this node."""
 
     def __init__(self, arguments: Mapping[str, Any], engine_args: Mapping[str, Any]):
         """Start vLLM, which takes 10 to 60 s. `arguments`: Sluice's; `engine_args`: the user's. Raises UserError."""
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         known = [field.name for field in fields(AsyncEngineArgs)]
         faults = [*own_faults(engine_args), *unknown_faults(engine_args, known)]
@@ -183,13 +188,53 @@ class Core:
         self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
-            config = AsyncEngineArgs(**with_plugin(arguments, user_args)).create_engine_config()
+            headless = {"headless": True} if arguments.get("node_rank") else {}
+            config = AsyncEngineArgs(**with_plugin(arguments, user_args)).create_engine_config(**headless)
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
-                self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
+                self._start(config)
         except Exception as error:
             self._leftovers.remove()
-            raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
+            fault = f"vLLM did not start: {self._relay.reason(error)}"
+            if arguments.get("nnodes", 1) > 1:  # the cause may be another node's
+                raise ServiceFault("services.rollout", "start", fault) from error
+            raise UserError(f"services.rollout: {fault}") from error
+
+    def _start(self, config: Any) -> None:
+        """Start the processes of vLLM's `config`."""
+        raise NotImplementedError
+
+    def _shut_down(self) -> None:
+        """End the processes, and wait for their end."""
+        raise NotImplementedError
+
+    @property
+    def cause(self) -> str:
+        """Why the engine died, as far as its processes have printed it."""
+        error = self._relay.error()
+        return f"the last error that it printed is {error}" if error else "killed, or out of memory"
+
+    def note(self) -> None:
+        """Note what the processes share, so that it is removed also after they are killed."""
+        self._leftovers.note()
+
+    async def close(self) -> None:
+        """End the processes, and remove what they leave."""
+        await asyncio.get_running_loop().run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        self._leftovers.note()
+        self._shut_down()
+        self._leftovers.remove()
+
+
+class Core(_Started):
+    """A running engine: its processes, and the sockets to them. All methods except the constructor need one event loop."""
+
+    def _start(self, config: Any) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
         self._core: Any = self._llm.engine_core
         self._ranks: list[bytes] = self._core.core_engines  # the addresses of the data-parallel ranks, each an engine core
         self._loads: dict[int, tuple[float, int]] = {}  # by rank: its use of the cache, and its waiting requests
@@ -201,12 +246,6 @@ class Core:
     def dead(self) -> bool:
         coordinator = self._core.resources.coordinator  # of the data-parallel ranks: vLLM itself does not miss it
         return bool(self._llm.errored) or (coordinator is not None and not coordinator.proc.is_alive())
-
-    @property
-    def cause(self) -> str:
-        """Why the engine died, as far as its processes have printed it."""
-        error = self._relay.error()
-        return f"the last error that it printed is {error}" if error else "killed, or out of memory"
 
     async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str, rank: int = 0) -> None:
         """Queue a request at a data-parallel rank. Only requests of the same `salt` share prefixes."""
@@ -258,7 +297,7 @@ class Core:
             self._loads[outputs.engine_index] = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
             kv_use, waiting = zip(*self._loads.values(), strict=True)
             self.reported.kv_use, self.reported.waiting = max(kv_use), sum(waiting)
-        return [_output(each) for each in outputs.outputs]
+        return [_output(each, float(outputs.timestamp)) for each in outputs.outputs]
 
     async def pause(self, forget: bool) -> None:
         """Stop between two steps. With `forget`, drop all keys and values: running requests recompute them."""
@@ -285,22 +324,67 @@ class Core:
         await self._core.wake_up_async(list(tags))
 
     async def close(self) -> None:
-        """End the processes, and remove what they leave."""
         if self._next is not None:
             self._next.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._end)
+        await super().close()
 
-    def _end(self) -> None:
-        self._leftovers.note()
+    def _shut_down(self) -> None:
         self._llm.shutdown()
-        self._leftovers.remove()
 
 
-def _output(raw: Any) -> Output:
+class CoreFollower(_Started):
+    """The processes of an engine that spans nodes, on another node than its core. The core sends them their work."""
+
+    def _start(self, config: Any) -> None:
+        from vllm.utils.network_utils import get_tcp_uri
+        from vllm.v1.engine.utils import CoreEngineProcManager
+        from vllm.v1.executor import Executor
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        parallel = config.parallel_config
+        self.reported = CoreLoad(room=0)
+        self._holder: Any
+        if parallel.node_rank_within_dp > 0:  # workers of a rank whose engine core is on another node
+            self._holder = MultiprocExecutor(config, monitor_workers=False)  # returns once all workers are ready
+            self._processes = [worker.proc for worker in self._holder.workers]
+        else:  # data-parallel ranks, which meet the core later
+            self._holder = CoreEngineProcManager(
+                local_engine_count=parallel.data_parallel_size_local,
+                start_index=parallel.data_parallel_rank,
+                local_start_index=0,
+                vllm_config=config,
+                local_client=False,
+                handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
+                executor_class=Executor.get_class(config),
+                log_stats=False,
+            )
+            self._processes = self._holder.processes
+
+    @property
+    def dead(self) -> bool:
+        return not all(process.is_alive() for process in self._processes)
+
+    def when_dead(self, notify: Callable[[], None]) -> None:
+        """Call `notify` from a thread once one of the processes has ended."""
+
+        def wait() -> None:
+            connection.wait([process.sentinel for process in self._processes])
+            notify()
+
+        threading.Thread(target=wait, name="vllm-end", daemon=True).start()
+
+    def _shut_down(self) -> None:
+        for process in self._processes:  # they hold nothing, and may wait for processes that have ended on other nodes
+            process.kill()
+        self._holder.shutdown()
+
+
+def _output(raw: Any, now: float) -> Output:
     logprobs = np.zeros(0, np.float32) if raw.new_logprobs is None else np.asarray(raw.new_logprobs.logprobs, np.float32)[:, 0]
     prefill = getattr(raw, "prefill_stats", None)
     cached = prefill.num_cached_tokens if prefill is not None else getattr(raw, "num_cached_tokens", 0)
     finish = "" if raw.finish_reason is None else str(raw.finish_reason)
     preemptions = sum(event.type.name == "PREEMPTED" for event in raw.events or ())
+    took = now - min((event.timestamp for event in raw.events or () if event.type.name == "SCHEDULED"), default=now)
     experts = getattr(raw, "routed_experts", None)
-    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached, preemptions, experts)
+    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached, preemptions, took, experts)

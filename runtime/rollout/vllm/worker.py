@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import mmap
@@ -71,6 +72,28 @@ def mapped(location: Location, buffers: Buffers, before: Buffers) -> torch.Tenso
     dtype: torch.dtype = getattr(torch, location.dtype)
     nbytes = math.prod(location.shape) * dtype.itemsize
     return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)
+
+
+LOCATIONS = "SLUICE_LOCATIONS"
+"""Variable of workers on another node than the engine's requests: the file with the locations on their own node."""
+
+
+def write_locations(descriptor: int, locations: Sequence[Location]) -> None:
+    """Write the locations into a memory file of this process."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(locations).encode(), 0)
+
+
+def on_this_node(locations: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    """Return where the tensors of `locations` lie on this worker's node. Raises RuntimeError if other ones are staged here."""
+    if (path := os.environ.get(LOCATIONS)) is None:
+        return locations
+    own = {each.name: each for each in (Location(*fields) for fields in json.loads(Path(path).read_bytes() or b"[]"))}
+    wanted = [Location(*fields) for fields in locations]
+    shapes = {each.name: (each.dtype, list(each.shape)) for each in wanted}
+    if shapes != {each.name: (each.dtype, each.shape) for each in own.values()}:
+        raise RuntimeError("this node has staged other weights")
+    return [own[each.name] for each in wanted]
 
 
 # ---- Delivery
@@ -202,7 +225,7 @@ class WeightLoading:
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors as a checkpoint's files would give them."""
         model, loading = self.model_runner.model, _loading(self.model_runner.model)
-        for fields in locations:
+        for fields in on_this_node(locations):
             location = Location(*fields)
             if location.name != LM_HEAD or hasattr(model, "lm_head"):  # a tied head is used for nothing else
                 yield location.name, mapped(location, loading.buffers, loading.before)

@@ -125,14 +125,16 @@ class NodePaths(_message.Message):
     def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("host", "port", "key")
+    __slots__ = ("host", "port", "key", "other")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     key: bytes
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    other: int
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ..., other: _Optional[int] = ...) -> None: ...
 
 class Launch(_message.Message):
     __slots__ = ("role", "name", "ranks", "devices", "incarnation", "rendezvous")
