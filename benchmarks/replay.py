@@ -43,7 +43,7 @@ GOAL = 0.9
 
 
 class ReplaySettings(Struct, frozen=True):
-    steps: int = 60
+    steps: int = 300
     seeds: int = 5
     staleness: int = 4
     rate: float = 6e-4  # six times the quickstart's

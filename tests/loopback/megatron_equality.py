@@ -28,7 +28,7 @@ def assert_equal(found: Found, expected: Found, last: int = 0, lora: bool = Fals
         terms = step * STEP + forward_terms(tokens=46)
         assert_close(own, other, terms=terms, what=f"numbers of step {step}")
     for step, (own, other) in enumerate(zip(found["metrics"], metrics, strict=True), first):
-        # With adapters, loads of experts are told by engine megatron alone.
+        # With adapters the engines do not report the same figures about experts.
         untold = ("padding_waste", "moe/") if lora else ("padding_waste",)
         own, other = ({name: each[name] for name in each if not name.startswith(untold)} for each in (own, other))
         assert_metrics(own, other, steps=step + 1)

@@ -278,16 +278,16 @@ def test_trainer_and_critic_go_back_together(tmp_path: Path, critic_dies: bool) 
     assert "starts again with" in (troupe.trainers if critic_dies else troupe.critics)[0].gone
 
 
-def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Path) -> None:
-    folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
-    troupe = Troupe(cast, ("apply", 5))
-    made, runs = list[dict[str, int]](), list[TrainingRun]()
+def run_to_the_bound(
+    folder: RunFolder, cast: Cast, troupe: Troupe, meanwhile: Callable[[TrainingRun], Awaitable[None]]
+) -> None:
+    """Run, with `meanwhile` before a lost trainer comes back and once as many groups are ready as the bound allows."""
+    runs = list[TrainingRun]()
 
     async def regroup() -> list[FakeTrainer | FakeCritic]:
         (run,) = runs
         await until(lambda: run.buffer.counts()["ready"] >= 3 * folder.groups_per_step)
-        await asyncio.sleep(0.02)  # it might go beyond
-        made.append(run.buffer.counts())
+        await meanwhile(run)
         return await troupe.regroup()
 
     async def course(run: TrainingRun) -> None:
@@ -295,6 +295,18 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
 
     cast.regroup = regroup
     folder.run(cast, course)
+
+
+def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Path) -> None:
+    folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
+    troupe = Troupe(cast, ("apply", 5))
+    made = list[dict[str, int]]()
+
+    async def meanwhile(run: TrainingRun) -> None:
+        await asyncio.sleep(0.02)  # it might go beyond
+        made.append(run.buffer.counts())
+
+    run_to_the_bound(folder, cast, troupe, meanwhile)
     check_lineages(folder, troupe.trainers, 3)
     assert made[0]["generating"] == made[0]["generated"] == made[0]["admitted"] == 0
     asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
@@ -319,20 +331,13 @@ def test_groups_whose_blobs_are_lost_with_their_nodes_are_generated_again(tmp_pa
     folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
     agents, troupe = held_by_nodes(cast), Troupe(cast, ("apply", 5))
     folder.holders = {*agents.values()}
-    runs, waiting = list[TrainingRun](), dict[int, tuple[str, int]]()
+    waiting = dict[int, tuple[str, int]]()
 
-    async def regroup() -> list[FakeTrainer | FakeCritic]:
-        (run,) = runs
-        await until(lambda: run.buffer.counts()["ready"] >= 3 * folder.groups_per_step)
+    async def meanwhile(run: TrainingRun) -> None:
         waiting.update({each.group_id: (each.replica, each.deadline or 0) for each in run.buffer if each.generated is not None})
         folder.holders = {agents["rollout-0"]}
-        return await troupe.regroup()
 
-    async def course(run: TrainingRun) -> None:
-        runs.append(run)
-
-    cast.regroup = regroup
-    folder.run(cast, course)
+    run_to_the_bound(folder, cast, troupe, meanwhile)
     check_lineages(folder, troupe.trainers, 3)
     asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
     again = {group: asked[group] - 1 for group in waiting}
