@@ -202,6 +202,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "messages": _messages,
     "packing": _usual("packing"),
     "page": _usual("page"),
+    "placement": _usual("placement"),
     "weight_sync": _weight_sync,
     "rewards": _rewards,
     "rollout": _rollout,

@@ -27,12 +27,13 @@ from tokenizers import Tokenizer
 from benchmarks.gateway_script import END, TOOLS, Speaker
 from runtime import types
 from runtime.process import os_process
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RolloutLoad, Sample
 from services.gateway import LoopLag
 from services.rpc.server import Server
 
 HOST = "127.0.0.1"
 REPLIES = 256  # that are drawn beforehand
+ROOM = 1_000_000  # tokens of the rollout's cache, as it reports
 PATIENCE = 60.0  # seconds that a client waits for an answer
 
 
@@ -94,6 +95,7 @@ class ScriptedRollout:
             truncated=0,
             oldest=version,
             newest=version,
+            load=RolloutLoad(cached=len(request.prompt) // 2, prefill_seconds=0.05, samples=1, room=ROOM),
             payload=types.encode(payload),
         )
 

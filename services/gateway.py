@@ -14,7 +14,7 @@ import os
 import secrets
 import ssl
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from runtime.errors import InvalidMessage, ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.http import server
+from runtime.gateway.placement import PlacedCall, RolloutCost, beginnings, cheapest
 from runtime.gateway.players import EpisodeRunner
 from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
@@ -157,18 +158,20 @@ YOUNG = 200_000  # new objects before the garbage collector runs
 
 
 class RolloutSessions:
-    """Sessions to the rollouts that the coordinator names. A conversation keeps its rollout; a new one gets the least busy."""
+    """Sessions to the rollouts that the coordinator names. Each call goes to the rollout where it costs least."""
 
     def __init__(self, config: Config, own_keys: keys.Keys | None):
         self._config, self._keys = config, own_keys
         self._sessions: dict[PeerAddress, Session] = {}
-        self._calls: Counter[str] = Counter()  # samples under way by rollout
+        self._costs: dict[PeerAddress, RolloutCost] = {}
+        self._version = PolicyVersion()  # the newest of all replies
         self._changed = asyncio.Event()
 
     async def use(self, rollouts: Sequence[PeerAddress]) -> None:
         """Use these rollouts from now on. A rollout that cannot be reached is left out."""
         for address in [each for each in self._sessions if each not in rollouts]:
             await self._sessions.pop(address).close()
+        self._costs = {address: self._costs[address] for address in self._sessions}
         new = [address for address in rollouts if address not in self._sessions]
         await asyncio.gather(*(self._open(address) for address in new))
         self._changed.set()
@@ -184,7 +187,7 @@ class RolloutSessions:
             log.warning("%s is not used: %s", to.name, error)
             await session.close()
         else:
-            self._sessions[to] = session
+            self._sessions[to], self._costs[to] = session, RolloutCost(to.slots)
             session.when_broken(lambda why: self._lose(to, session, why))
 
     def _lose(self, to: PeerAddress, session: Session, why: str) -> None:
@@ -200,9 +203,11 @@ class RolloutSessions:
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
         """Generate, see `runtime.gateway.calls.Rollouts`. Another rollout replaces one that is lost or older than `least`."""
         until = now() + self._config.deadlines.generate
+        call = PlacedCall(len(request.prompt), request.n, beginnings(request.prompt))
         while True:
-            to, session = await self._choose(kept, until)
-            self._calls[to.name] += request.n
+            to, session = await self._choose(call, kept, until)
+            cost = self._costs[to]
+            cost.begin(call, now())
             try:
                 left = max(until - now(), timeouts.CALL_LEAST)
                 done: GeneratedGroup = await session.call(GENERATE.name, request, left)
@@ -210,24 +215,34 @@ class RolloutSessions:
                 self._lose(to, session, "the connection is lost")
                 continue
             finally:
-                self._calls[to.name] -= request.n
+                cost.end(call)
             if done.oldest < least:
                 self._lose(to, session, f"it has version {done.oldest}, but the run has version {least}")
                 continue
             payload = types.decode(GroupPayload, done.payload)
             lengths = payload.lengths.tolist()
             taken = [None] * len(lengths) if payload.experts is None else payload.experts.by_row(lengths)
-            pairs = zip(payload.samples, taken, strict=True)
+            samples = payload.samples
+            if done.newest > self._version:  # no engine continues keys and values of other weights
+                self._version = done.newest
+                for each in self._costs.values():
+                    each.texts.clear()
+            if done.load is not None:
+                cost.observe(call, done.load, now())
+                for each in self._costs.values():
+                    each.guess(cost)
+                for sample in samples if done.oldest == self._version else ():  # older texts have a former version's salt
+                    cost.keep(beginnings(np.concatenate([request.prompt, sample.tokens])))
+            pairs = zip(samples, taken, strict=True)
             return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
-    async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
-        """Return the rollout `kept`, else the least loaded. Raises Unreachable without any for `deadlines.keepalive`."""
+    async def _choose(self, call: PlacedCall, kept: str, until: float) -> tuple[PeerAddress, Session]:
+        """Return the rollout where the call costs least. Raises Unreachable without any for `deadlines.keepalive`."""
         until = min(until, now() + self._config.deadlines.keepalive)
         while not self._sessions:
             if not await done_within(self._changed.wait(), until - now()):
                 raise Unreachable("rollout", "Generate", "no rollout that the coordinator named can be reached")
-        same = next((each for each in self._sessions if each.name == kept), None)
-        to = same or min(self._sessions, key=lambda each: (self._calls[each.name] / each.slots, each.name))
+        to = cheapest({each: self._costs[each] for each in self._sessions}, call, now(), kept)
         return to, self._sessions[to]
 
     async def close(self) -> None:
@@ -278,7 +293,7 @@ class GatewayService(process.Service):
         self.url = ""
 
     def load(self) -> None:
-        self._renderer = renderer_of(Tokenizer.of(self.config), self._settings.tools, self.config.model.path)
+        self._renderer = renderer_of(Tokenizer.of(self.config), self._settings.tool_format, self.config.model.path)
 
     async def start(self) -> None:
         """Listen, and reach the environments. Raises UserError if the port is taken or an environment's server is silent."""
@@ -373,6 +388,7 @@ class GatewayService(process.Service):
             "left_out": self._players.counts["left_out"],
             "failures": self._players.counts["failures"],
             "overridden_total": self._calls.counts["overridden"],
+            "malformed_calls_total": self._calls.counts["malformed_calls"],
             "rollouts": self._rollouts.count,
             "loop_lag_p50": self._lag.quantile(0.5),
             "loop_lag_p99": self._lag.quantile(0.99),

@@ -117,7 +117,7 @@ class ScriptedBackend:
             words, message = words[: call.max_tokens], replace(message, tool_calls=())
         for end in range(1, len(words) + 1):
             if on_text is not None:
-                on_text(id, index, "".join(words[:end]))
+                on_text(id, index, Message("assistant", "".join(words[:end])))
             await (self.hold.wait() if end == self.hold_after else asyncio.sleep(0))
         message = replace(message, content="".join(words))
         tokens = np.array([len(word) for word in words] + [0] * (not cut), np.int32)

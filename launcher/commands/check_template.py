@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 
 import numpy as np
@@ -27,9 +28,10 @@ class TemplateOutcome(Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what becomes of each conversation. Return 1 if one forks, else 0. Raises UserError for a folder without a model."""
+    """Print what becomes of each conversation. Return 1 if one forks or a reply is not read as it was written, else 0. Raises
+    UserError for a folder without a model."""
     model = options.model
-    renderer = renderer_of(Tokenizer(str(model), key="check-template"), "auto", model)
+    renderer = renderer_of(Tokenizer(str(model), key="check-template"), options.tool_format, model)
     outcomes = [play(renderer, conversation) for conversation in conversations()]
     table = LiteralTable("conversation", "how it goes on", "where it would be rendered anew, or is refused")
     for outcome in outcomes:
@@ -40,14 +42,17 @@ def run(options: argparse.Namespace) -> int:
     console.print(table)
     forked = sum(bool(outcome.forks) for outcome in outcomes)
     refused = sum(bool(outcome.refused) for outcome in outcomes)
-    calls = renderer.form if renderer.takes_tools else "none"
+    calls = renderer.format_name if renderer.takes_tools else "none"
     say(console, f"calls of tools: {calls}; {'separates' if renderer.thinks else 'does not separate'} reasoning")
+    read = [_is_read(renderer, message, probe) for probe in conversations() for message in probe.messages if message.tool_calls]
+    if renderer.takes_tools:
+        say(console, f"{sum(read)} of {len(read)} replies with calls are read as they were written")
     say(
         console,
         f"{len(outcomes)} conversations: {len(outcomes) - forked - refused} go on token for token, {forked} would be "
         f"rendered anew, {refused} are refused",
     )
-    return 1 if forked else 0
+    return 1 if forked or (renderer.takes_tools and not all(read)) else 0
 
 
 def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcome:
@@ -72,6 +77,14 @@ def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
     said = message if renderer.thinks else replace(message, reasoning="")
     tokens = np.array(renderer.write(said), np.int32)
     return PolicyReply(said, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64), "stop")
+
+
+def _is_read(renderer: TemplateRenderer, message: Message, probe: ProbeConversation) -> bool:
+    """Return whether the calls of a reply are read as the model would write them."""
+    alone = replace(message, content="", reasoning="")
+    found = renderer.parse((), renderer.write(alone), probe.tools)[0].tool_calls
+    pairs = [[(call.name, json.loads(call.arguments)) for call in calls] for calls in (found, message.tool_calls)]
+    return pairs[0] == pairs[1]
 
 
 def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:

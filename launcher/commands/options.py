@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from launcher.commands.quickstart import FILE
 from runtime import timeouts
+from runtime.config import ToolFormatName
 from runtime.process.os_process import CommandParser
 
 
@@ -115,6 +117,8 @@ def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
     check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
     check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
+    formats = get_args(ToolFormatName)
+    check.add_argument("--tool-format", choices=formats, default="auto", metavar="FORMAT", help="as gateway.tool_format")
 
     for name, texts in IMPORTS.items():
         add_import(commands.add_parser(f"import-{name}", help=texts[0]), *texts[1:])
@@ -212,8 +216,8 @@ def add_render(parser: CommandParser) -> None:
 
 def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
-    names = "all concurrency coordinator depth engine engines gateway learning messages packing page weight_sync rewards "
-    names += "rollout scale simulation staleness startup storm train"
+    names = "all concurrency coordinator depth engine engines gateway learning messages packing page placement weight_sync "
+    names += "rewards rollout scale simulation staleness startup storm train"
     bench.add_argument("name", choices=names.split())
     bench.add_argument("--quick", action="store_true", help="fewer rounds, sizes, seeds or cases; `all` takes every bench so")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")

@@ -59,6 +59,7 @@ class SampleRow(Struct, kw_only=True):
     rules: dict[str, float | None]  # None: the rule failed
     finish: str
     outcome: str = ""  # of an episode: its stop reason, or why it was left out
+    malformed: int = 0  # of an episode: replies with tool calls that could not be read
     tokens: int
     versions: tuple[str, str]
     logprob: float | None  # mean over the trained tokens; None if there are none
@@ -170,6 +171,7 @@ def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> I
             rules={} if scores is None else evaluation.values_at(scores, index),
             finish=sample.finish_reason,
             outcome=group.outcomes.reasons[index] if group.outcomes else "",
+            malformed=group.outcomes.malformed[index] if group.outcomes and group.outcomes.malformed else 0,
             tokens=len(sample.tokens),
             versions=evaluation.versions_of(sample),
             logprob=evaluation.mean_logprob(sample),
@@ -201,6 +203,8 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     notes = [f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch"] if any(row.parts for row in group) else []
     ended = {row.sample: row.outcome for row in group if row.outcome not in ("", "completed")}
     notes += [f"episode {number}: {outcome}" for number, outcome in ended.items()]
+    malformed = {row.sample: row.malformed for row in group if row.malformed}
+    notes += [f"episode {number}: {count} replies with malformed tool calls" for number, count in malformed.items()]
     table = LiteralTable(title=title, title_justify="left", title_style="", caption="\n".join(notes), caption_justify="left")
     branches = bool(ended) or any(row.branch for row in group)
     if branches:

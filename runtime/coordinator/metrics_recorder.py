@@ -237,7 +237,7 @@ class TrainedStep(Struct, kw_only=True):
 
 
 COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
-_OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
+_OF_GATEWAYS = ("episodes", "calls", "forks", "overridden", "malformed_calls")
 
 
 class Load(NamedTuple):

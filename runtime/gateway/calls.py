@@ -24,11 +24,11 @@ from msgspec.structs import replace
 
 from runtime import timeouts, types
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
-from runtime.gateway.conversation import TOO_LONG, Completion, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd
+from runtime.gateway.conversation import TOO_LONG, Completion, Message, OnText, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.gateway.tool_calls import CLOSE, without_start_of
+from runtime.gateway.tool_calls import without_start_of
 from runtime.types import GroupRequest, PolicyVersion, RoutedExperts, RunEpisodesRequest, Sample, SamplingParams, TokenSets
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply; all further
 
 
 Rollouts = Callable[[GroupRequest, str, PolicyVersion], Awaitable[tuple[list[Sample], str]]]
-"""Returns the replies and the rollout that made them: the named rollout if it serves, else another. No token is older than the
-version. Raises DeadlineExceeded; raises Unreachable if no rollout serves."""
+"""Returns the replies and the rollout that made them: where they cost least, of equal rollouts the named one. No token is older
+than the version. Raises DeadlineExceeded; raises Unreachable if no rollout serves."""
 
 
 class PolicyCalls:
@@ -73,12 +73,13 @@ class PolicyCalls:
             keep=True,
         )
         episode.calls += 1
-        one_call = not call.parallel_tool_calls and self._renderer.form == "hermes"
-        stops = (*call.stop, CLOSE) if one_call else call.stop
+        closing = "" if call.parallel_tool_calls else self._renderer.form.closing
+        stops = (*call.stop, closing) if closing else call.stop
         try:
             if stops or on_text is not None:
                 each = partial(on_text, call_id) if on_text is not None else None
-                reply = partial(self._in_pieces, episode, forced=extension.forced, stops=stops, on_text=each)
+                read = partial(self._message, call, extension, call_id)
+                reply = partial(self._in_pieces, episode, read=read, stops=stops, on_text=each)
                 # The replies run beside each other. Each wait ends with a piece from a rollout, or at the deadline.
                 replies = await asyncio.gather(*(reply(replace(request, n=1, first=i)) for i in range(call.n)))
             else:
@@ -90,12 +91,13 @@ class PolicyCalls:
             raise Refused(408, str(error)) from None
         except Unreachable as error:
             raise Refused(503, f"no rollout serves: {error.reason}", retry_after=timeouts.GATEWAY_RETRY) from None
-        reading = [partial(self._reply, call, extension, *each) for each in replies]
+        reading = [partial(self._reply, call, extension, call_id, i, *each) for i, each in enumerate(replies)]
         if sum(len(sample.tokens) for sample, _ in replies) <= BRIEF:
-            made = [read() for read in reading]
+            made = [work() for work in reading]
         else:
             made = await asyncio.gather(*map(self._in_thread, reading))  # parse long replies in threads
         completion = Completion(id=call_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made))
+        self.counts["malformed_calls"] += sum(reply.malformed for reply in made)
         if not episode.over:
             episode.graph.add(extension, completion.id, made)
         return completion
@@ -129,9 +131,9 @@ class PolicyCalls:
         self,
         episode: GatewayEpisode,
         request: GroupRequest,
-        forced: Sequence[int],
+        read: Callable[[int, Sample, bool], tuple[Message, bool]],
         stops: Sequence[str],
-        on_text: Callable[[int, str], None] | None,
+        on_text: Callable[[int, Message], None] | None,
     ) -> tuple[Sample, str]:
         """Return one reply and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
@@ -147,7 +149,9 @@ class PolicyCalls:
             whole = _joined(parts)
             cut, stop = (await self._in_thread(self._cut, whole, stops)) if stops else (whole, "")
             if on_text is not None:
-                on_text(index, (await self._in_thread(partial(self._visible, cut, forced, stop, stops))))
+                message, _ = await self._in_thread(read, index, cut, False)
+                content = message.content.partition(stop)[0] if stop else without_start_of(stops, message.content)
+                on_text(index, replace(message, content=content))
             if stop or part.finish_reason == "stop" or not left:
                 return cut, stop
         raise AssertionError("pieces have no end")
@@ -166,18 +170,23 @@ class PolicyCalls:
         least = bisect_left(range(len(sample.tokens)), True, lo=1, key=has_it)
         return replace(sample.part(slice(least)), finish_reason="stop"), stop
 
-    def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
-        """Return the text that the client may see so far, without a possible beginning of a stop text."""
-        text: str = self._renderer.visible(sample.tokens, forced)
-        return text.partition(stop)[0] if stop else without_start_of(stops, text)
-
-    def _reply(self, call: PolicyCall, extension: Extension, sample: Sample, stop: str) -> PolicyReply:
+    def _message(
+        self, call: PolicyCall, extension: Extension, id: str, index: int, sample: Sample, ended: bool
+    ) -> tuple[Message, bool]:
+        """Return the message of a reply, and whether a call in it is malformed. If not `ended`: the part that is settled."""
         tools = () if call.tool_choice == "none" else call.tools
-        message = self._renderer.parse(extension.forced, sample.tokens, tools)
+        message, malformed = self._renderer.parse(extension.forced, sample.tokens, tools, f"{id} {index}", ended)
+        calls = message.tool_calls if call.parallel_tool_calls else message.tool_calls[:1]
+        return replace(message, tool_calls=calls), malformed
+
+    def _reply(self, call: PolicyCall, extension: Extension, id: str, index: int, sample: Sample, stop: str) -> PolicyReply:
+        message, malformed = self._message(call, extension, id, index, sample, True)
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop, sample.kept, sample.experts)
+        own = sample.tokens, sample.logprobs, sample.versions
+        malformed &= end != "length"  # not a call that is cut off
+        return PolicyReply(message, *own, end, stop, sample.kept, sample.experts, malformed)
 
 
 def _unfed(sampling: SamplingParams, known: int) -> int:

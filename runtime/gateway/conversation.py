@@ -90,6 +90,7 @@ class PolicyReply(Struct, frozen=True, gc=False):
     stop: str = ""
     kept: TokenSets | None = None  # `kept` and `experts`: as in `Sample`
     experts: RoutedExperts | None = None
+    malformed: bool = False  # a tool call begins in the reply that cannot be read
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -102,5 +103,6 @@ class Completion(Struct, frozen=True, kw_only=True):
     replies: tuple[PolicyReply, ...]
 
 
-OnText = Callable[[str, int, str], None]
-"""Receives the id of a completion, the index of a reply, and this reply's visible text so far. The text only grows."""
+OnText = Callable[[str, int, Message], None]
+"""Receives the id of a completion, the index of a reply, and this reply's message so far. Its reasoning, content and tool calls
+only grow."""

@@ -69,7 +69,8 @@ class GatewayEpisode:
         self.left_out = ""  # why training leaves the episode out; "": training uses it
         self.log: dict[str, float] = {}  # figures that the agent reported
         self.branches: dict[str, str] = {}  # the newest completion of each named branch
-        self.overflowed = False  # a call was refused because the conversation was too long
+        self.ended_early = ""  # a stop reason: a call was too long (context_overflow), or a reply was malformed (parse_error)
+        self.malformed = 0  # replies with malformed tool calls
         self.stop_reason = ""  # set once the episode is over
         self.rollout = ""  # the rollout that answered last; the next call prefers it
         self.calls = 0  # so far
@@ -160,6 +161,7 @@ class Episodes:
         self.model, self.key = Path(config.model.path).name, ""
         self._name, self._renderer, self._answer = name, renderer, answer
         self._most, self._seconds = config.gateway.episodes, config.deadlines.episode
+        self._malformed_reward = config.gateway.malformed_reward
         self._serves = config.gateway.serve  # there is no run, and calls need no episode
         rewards = config.rewards
         self._rewarded = bool(rewards.rules or rewards.remote or rewards.model)  # besides the rewards of the players
@@ -250,6 +252,7 @@ class Episodes:
                 environment=request.task.environment,
                 reasons=[LEFT_OUT + each.left_out if each.left_out else each.stop_reason for each in episodes],
                 turns=[episode.graph.calls for episode in episodes],
+                malformed=[episode.malformed for episode in episodes],
                 log=log,
                 repeated=dict(group.repeated),
             ),
@@ -326,6 +329,8 @@ class Episodes:
         hangs up; this withdraws the call and keeps the episode."""
         if episode.over:
             raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
+        if episode.ended_early == "parse_error":
+            raise Refused(404, f"episode {episode.id} is over: a tool call was malformed (gateway.malformed_reward)")
         name, kept = call.repeats or secrets.token_hex(), episode
         if episode.id not in self._open and name.startswith(KEYED):  # clients outside episodes may use equal keys
             name, kept = f"{name} {xxhash.xxh3_128_hexdigest(msgspec.json.encode(call))}", self._outside
@@ -356,11 +361,15 @@ class Episodes:
             raise Refused(408, f"no answer within {episode.call_seconds:g} s (budgets.call)") from None
         except Refused as error:
             self.counts[f"refused_{error.status}"] += 1
-            episode.overflowed |= error.code == TOO_LONG
+            if error.code == TOO_LONG:
+                episode.ended_early = "context_overflow"
             raise
         finally:
             self.counts["under_way"] -= 1
             episode.trace(spans.POLICY, began, time.monotonic(), episode.rollout)
+        episode.malformed += sum(reply.malformed for reply in completion.replies)
+        if episode.malformed and self._malformed_reward is not None:
+            episode.ended_early = "parse_error"
         known = {tool.name for tool in call.tools}
         called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         episode.calls_tools(name if name in known else "unknown" for name in called)
@@ -388,6 +397,8 @@ class Episodes:
         """Close the episode, and finish its group if it was the last. Idempotent."""
         if episode.over:
             return
+        if episode.ended_early == "parse_error" and not episode.left_out:
+            stop_reason, episode.reward = episode.ended_early, self._malformed_reward
         self._leave(episode, stop_reason)
         self.counts[f"ended_{stop_reason}"] += 1
         self.forks.update(episode.graph.forks)

@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.gateway.conversation import Completion, PolicyCall, Refused
+from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, openai, responses
 from runtime.gateway.dialects.fields import Asked, Events, NonNegative, S, Strict, decode, error_body, event, read
 from runtime.gateway.episodes import KEYED, Episodes, GatewayEpisode
@@ -140,10 +140,10 @@ class _GatewayRoutes:
         self, request: web.Request, episode: GatewayEpisode, call: PolicyCall, events: Events
     ) -> web.StreamResponse:
         """Stream the answer. An error before the first event is an ordinary answer; a later error is an event."""
-        news, texts = asyncio.Event(), dict[int, tuple[str, str]]()
+        news, grown = asyncio.Event(), dict[int, tuple[str, Message]]()
 
-        def on_text(id: str, index: int, text: str) -> None:
-            texts[index] = (id, text)  # a slow client gets several pieces in one event
+        def on_text(id: str, index: int, message: Message) -> None:
+            grown[index] = (id, message)  # a slow client gets several pieces in one event
             news.set()
 
         calling = asyncio.ensure_future(self._episodes.call(episode, call, on_text))
@@ -162,8 +162,8 @@ class _GatewayRoutes:
                 if not await done_within(news.wait(), timeouts.STREAM_SILENCE):
                     await write(events.waiting)
                 news.clear()
-                growth = [events.progress(id, index, text) for index, (id, text) in sorted(texts.items())]
-                texts.clear()
+                growth = [events.progress(id, index, message) for index, (id, message) in sorted(grown.items())]
+                grown.clear()
                 await write(b"".join(growth))
             try:  # the call is done: this returns at once or raises its error
                 completion = await calling

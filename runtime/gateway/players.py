@@ -157,7 +157,7 @@ class EpisodeRunner:
             episode.call_seconds = settings.budgets.call
             attempt = _Attempt(port, group, episode, settings, settings.retries + 1 - len(tried))
             end = await self._attempt(attempt, until)
-            failed = end.failure == "infrastructure" and not episode.overflowed
+            failed = end.failure == "infrastructure" and not episode.ended_early
             if failed and not attempt.known:
                 self._count(name, settings, group.request.group_id, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
@@ -273,8 +273,8 @@ class EpisodeRunner:
 
     def _end(self, request: RunEpisodesRequest, episode: GatewayEpisode, end: EpisodeEnd) -> None:
         name, stop_reason = request.task.environment, end.stop_reason or "completed"
-        if episode.overflowed and (end.failure or stop_reason == "completed"):
-            stop_reason = "context_overflow"
+        if episode.ended_early and (end.failure or stop_reason == "completed"):
+            stop_reason = episode.ended_early
         elif end.failure or end.left_out:
             episode.left_out = _counted_as(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
             stop_reason = "cancelled"

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +19,8 @@ from msgspec import Struct, structs
 from runtime.data.handlers import SlotTemplate
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.gateway import tool_calls
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.tool_calls import THINK, THOUGHT, Format
+from runtime.gateway.tool_calls import FORMATS, NO_CALLS
 from runtime.run_files import read_object
 
 # ---- Conversations that test chat templates: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones
@@ -59,19 +58,31 @@ class TemplateRenderer:
     """Renders by the model's chat template, and continues by the difference of two renderings. Methods may run in threads.
     `stop_ids`: tokens that end a reply. `decodes_parts`: parts of a conversation decode to the text of the whole."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
-        """Learn the template's format. `tools`: the format of calls; "auto": the format that the template writes."""
+    def __init__(self, tokenizer: Tokenizer, tools: str = "auto"):
+        """Learn the template's format. `tools`: the name of a format of calls, or "none"; "auto": the template's format."""
         self.tokenizer = tokenizer
         self.template = tokenizer.template
+        self._parses_arguments = True  # the template takes arguments as an object, else as JSON text
+        self._writes_tools = False  # the template knows no tools, and messages have them in their texts
         self._close, self._close_id = self._closing()
         found, self._lists_tools = self._tools_of_template()
-        self.form: Format = found if tools == "auto" else tools
-        self.takes_tools = self._lists_tools and self.form != "none"
+        self.format_name = found if tools == "auto" else tools
+        self.form = FORMATS.get(self.format_name, NO_CALLS)
+        self.takes_tools = self.form is not NO_CALLS and (self._lists_tools or tools != "auto")
+        self._writes_tools = self.takes_tools and not self._lists_tools
+        self._plain = structs.replace(NO_CALLS, thinking=self.form.thinking, frames=self.form.frames)
+        self._think, self._thought = self.form.thinking
         closing = () if self._close_id is None else (self._close_id,)
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
-        self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(THINK)
-        self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
-        self._hidden = {*tokenizer.texts.hidden_ids.tolist(), *self.stop_ids}
+        think = self._think.strip()
+        self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(think)
+        self.thinks = self._opened or think in tokenizer.vocabulary or think in getattr(self.template, "source", "")
+        special = {
+            id: tokenizer.decode([id], skip_special=False) for id in (*tokenizer.texts.hidden_ids.tolist(), *self.stop_ids)
+        }
+        self._hidden = {id for id, text in special.items() if not self.form.owns(text)}
+        # The tokens that end replies in the template: its own, and those that end calls, as gpt-oss has one.
+        self._closes = {id: special[id] for id in self.stop_ids if id == self._close_id or id not in self._hidden}
         self.decodes_parts = True
         self._no_bridge = self._bridge_fault()
 
@@ -93,7 +104,7 @@ class TemplateRenderer:
         """Return the conversation up to where the reply begins. Raises Refused if the template cannot render it."""
         if tools and not self.takes_tools:
             why = "takes no tools" if not self._lists_tools else "writes tool calls in an unknown format"
-            raise Refused(400, f"tools: the model's chat template {why}", "tools")
+            raise Refused(400, f"tools: the model's chat template {why}; gateway.tool_format names a format", "tools")
         if not self.takes_tools and any(message.tool_calls for message in messages):
             raise Refused(400, "messages: tool calls, which the model's chat template does not support", "messages")
         try:
@@ -103,7 +114,9 @@ class TemplateRenderer:
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
         """Return the conversation as text; `generate`: up to where a reply begins. Raises UserError if it cannot."""
-        shaped = [as_openai(message) for message in messages]
+        if self._writes_tools:
+            messages, tools = self.form.without_tools(messages, tools), ()
+        shaped = [as_openai(message, self._parses_arguments) for message in messages]
         if isinstance(self.template, SlotTemplate):
             return self.template.render(shaped)
         return self.template.render(shaped, generate, functions(tools))
@@ -125,16 +138,34 @@ class TemplateRenderer:
         if self._no_bridge:
             return self._no_bridge
         last, ended = history[-1], self.ends(tokens)
-        if ended and tokens[-1] != self._close_id:
+        if self._close_id is None:
+            return self._next_message(tokens, history, new, tools)
+        close = self._closes.get(int(tokens[-1]), "") if ended else self._close
+        if not close:
             return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            tail = self._tail(said(), ended, history, new, tools)
+            tail = self._tail(said() if ended else said() + close, close, history, new, tools)
         except UserError as error:
             return str(error)
-        added = self.encode(self._close + tail)
+        added = self.encode(close + tail)
         return added[1:] if ended else added
+
+    def _next_message(
+        self, tokens: np.ndarray, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int] | str:
+        """Return the tokens to add, or a reason, as `bridge`. The token that ends a reply is the first of the next message."""
+        try:
+            answered, after = self.text(history, tools, generate=False), self.text([*history, *new], tools)
+        except UserError as error:
+            return str(error)
+        if not after.startswith(answered):
+            return _RENDERED_DIFFERENTLY
+        added = self.encode(after[len(answered) :])
+        if not self.ends(tokens):
+            return added
+        return added[1:] if tokens[-1] == added[0] else f"the reply ended with {self.decode(tokens[-1:])}"
 
     def ends(self, tokens: np.ndarray) -> bool:
         """Return True if the last token ends a reply."""
@@ -144,19 +175,18 @@ class TemplateRenderer:
         """Return the tokens to add, as `bridge`; None if the model's family is unknown or would have to render anew."""
         return None
 
-    def _tail(self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Return the template's text behind the token that ends the reply. The text before it must equal the text of the tokens
-        or the rendering of the conversation up to the reply. Raises UserError if not."""
+    def _tail(self, said: str, close: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Return the template's text behind `close`, which ends the reply. The text before `close` must equal `said`, the text
+        of the tokens, or the rendering of the conversation up to the reply. Raises UserError if not."""
         after = self.text([*history, *new], tools)
-        said = so_far if ended else so_far + self._close
         if after.startswith(said):
             return after[len(said) :]
         asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
         answered = self.text(history, tools, generate=False)
-        head, _, blank = answered.rpartition(self._close)
+        head, _, blank = answered.rpartition(close)
         if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
             return after[len(answered) - len(blank) :]
-        raise UserError("the template renders messages differently if more messages follow")
+        raise UserError(_RENDERED_DIFFERENTLY)
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         """Return the forced beginning of a reply. `choice`: a call's `tool_choice`. Raises Refused if it names no tool."""
@@ -168,33 +198,34 @@ class TemplateRenderer:
             allowed = ", ".join(names) or "the request's tools: there are none"
             raise Refused(400, f"tool_choice: '{name or choice}' is not one of {allowed}", "tool_choice")
         name = name or (names[0] if len(names) == 1 else "")
-        return self.encode((f"{THOUGHT}\n\n" if self._opened else "") + tool_calls.begin(name, self.form))
+        return self.encode((self._thought.lstrip() if self._opened else "") + self.form.begin(name))
 
-    def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
-        """Return a reply as a message. `given`: its forced tokens. Invalid tool calls stay text. Never raises."""
-        reasoning, text = self._split(given, tokens)
-        content, calls = tool_calls.read(text, self.form if tools else "none")
-        return Message("assistant", content, calls, reasoning=reasoning)
+    def parse(
+        self,
+        given: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        tools: Sequence[Tool],
+        seed: str = "",
+        ended: bool = True,
+    ) -> tuple[Message, bool]:
+        """Return a reply as a message, and whether a tool call in it is malformed. Malformed calls stay text. Never raises.
 
-    def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
-        """Return the part of a reply's text that no further token changes: a prefix of the message's `content`."""
-        reasoning, text = self._split(given, tokens)
-        if self.thinks and not reasoning and THINK.startswith(text.rstrip(tool_calls.INCOMPLETE).strip()):
-            return ""
-        return tool_calls.settled(text, self.form)
+        `given`: the reply's forced tokens. `seed`: the ids of calls differ for different seeds. If not `ended`, the message is
+        the part of the reply's message that no further token changes."""
+        ids = [*given, *np.asarray(tokens).tolist()]
+        reasoning, text = "", self.tokenizer.decode([id for id in ids if id not in self._hidden], skip_special=False)
+        if self.thinks:
+            reasoning, text = self.form.part_reasoning(text, self._opened, ended)
+        form = self.form if tools else self._plain
+        found = form.read(text, tools, seed) if ended else form.settled(text, tools, seed)
+        return Message("assistant", found.content, found.calls, reasoning=reasoning), found.malformed
 
     def write(self, message: Message) -> list[int]:
-        """Return an assistant's message as the model would write it, with the token that ends it."""
-        prefix = f"{THOUGHT}\n\n" if self._opened and not message.reasoning else ""
-        text = tool_calls.write(message, self.form)
-        text = text.removeprefix(f"{THINK}\n") if self._opened else text
-        return [*self.encode(prefix + text), self.stop_ids[0] if self._close_id is None else self._close_id]
-
-    def _split(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
-        """Return the reasoning and the text of a reply."""
-        ids = [*given, *np.asarray(tokens).tolist()]
-        text = self.tokenizer.decode([id for id in ids if id not in self._hidden], skip_special=False)
-        return tool_calls.part_reasoning(text, self._opened) if self.thinks else ("", text)
+        """Return an assistant's message as the model would write it, with the token that ends it if the template has one."""
+        prefix = self._thought.lstrip() if self._opened and not message.reasoning else ""
+        text = self.form.write(message)
+        text = text.removeprefix(self._think) if self._opened else text
+        return [*self.encode(prefix + text), *([] if self._close_id is None else [self._close_id])]
 
     def _closing(self) -> tuple[str, int | None]:
         """Return the text and the id of the token by which the template ends a reply; "" and None without such a token."""
@@ -204,19 +235,25 @@ class TemplateRenderer:
         close = max(fits, key=len, default="")
         return close, fits.get(close)
 
-    def _tools_of_template(self) -> tuple[Format, bool]:
-        """Return the template's format of tool calls, and whether the template lists the tools to the model."""
-        asked = self._text_if_any(_ANSWERED[:1], (_TOOL,))
+    def _tools_of_template(self) -> tuple[str, bool]:
+        """Return the name of the template's format of tool calls, and whether the template lists the tools to the model."""
+        asked, before = (self._text_if_any(_ANSWERED[:1], (_TOOL,), generate=generate) for generate in (True, False))
         called = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
+        if not called:
+            self._parses_arguments = False
+            called = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
         if not asked or not called:
             return "none", False
-        lists = _TOOL.name in asked
-        replies: dict[Format, str] = {"hermes": called, "json": called.removeprefix(asked).partition(self._close or "\n")[0]}
-        for form, reply in replies.items():
-            calls = tool_calls.read(reply, form)[1]
-            if [(call.name, json.loads(call.arguments)) for call in calls] == [(_TOOL.name, {"x": 1})]:
-                return form, lists
-        return "none", lists
+        # Only the reply is read: the instructions before it may have calls as examples.
+        reply = called.removeprefix(asked if called.startswith(asked) else before)
+        if reply == called and self._close:  # the template begins differently if messages follow
+            reply = called.rpartition(self._close)[0].rpartition(self._close)[2]
+        reply = reply.partition(self._close)[0] if self._close else reply
+        for name, form in FORMATS.items():
+            found = form.read(reply, (_TOOL,)).calls
+            if [(call.name, json.loads(call.arguments)) for call in found] == [(_TOOL.name, {"x": 1, "text": "a 1"})]:
+                return name, _TOOL.name in asked
+        return "none", _TOOL.name in asked
 
     def _text_if_any(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
         """Return `text`, or "" if the template refuses the conversation."""
@@ -229,7 +266,10 @@ class TemplateRenderer:
         """Return why the template and the tokenizer allow no text behind replies; "" if they allow it. The token that ends a
         reply must split the text: the parts before and after it encode alike alone and together."""
         if self._close_id is None:
-            return "the template ends replies with no token of its own"
+            answered, after = self._text_if_any(_ANSWERED, (), False), self._text_if_any((*_ANSWERED, *_ANSWERED[:1]), ())
+            first = self.encode(after.removeprefix(answered))[:1]
+            splits = first and first[0] in self.tokenizer.added_tokens and first[0] in self.stop_ids
+            return "" if splits else "the template ends replies with no token of its own"
         for probe in conversations():
             text = self._text_if_any(probe.messages, probe.tools if self.takes_tools else ())
             head, *rest = text.split(self._close)
@@ -241,17 +281,21 @@ class TemplateRenderer:
         return ""
 
 
+_RENDERED_DIFFERENTLY = "the template renders messages differently if more messages follow"
 _ANSWERED = (Message("user", "Is it 3?"), Message("assistant", "It is 8 instead."))
-_TOOL = Tool("tool_of_a_probe", "Probes.", {"type": "object", "properties": {"x": {"type": "integer"}}})
-_CALLING = Message("assistant", tool_calls=(ToolCall("call_0", _TOOL.name, '{"x": 1}'),))
+_TOOL = Tool("a_probe", "Probes.", {"type": "object", "properties": {"x": {"type": "integer"}, "text": {"type": "string"}}})
+# Templates of Mistral want ids of nine characters, those of Kimi ids that name the tool.
+_CALLING = Message("assistant", tool_calls=(ToolCall("a_probe:0", _TOOL.name, '{"x": 1, "text": "a 1"}'),))
 
 
-def as_openai(message: Message) -> dict[str, Any]:
-    """Return the message in OpenAI's shape, as Hugging Face's templates take it, but with parsed arguments if they are JSON."""
+def as_openai(message: Message, parsed: bool = True) -> dict[str, Any]:
+    """Return the message in OpenAI's shape, as Hugging Face's templates take it. `parsed`: arguments are objects if they are
+    JSON, else they are JSON text."""
     shaped: dict[str, Any] = {"role": message.role, "content": message.content}
+    arguments = _parsed if parsed else str
     if message.tool_calls:
         shaped["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
             for call in message.tool_calls
         ]
     rest = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
@@ -277,13 +321,14 @@ def _parsed(arguments: str) -> Any:
 
 log = logging.getLogger("sluice")
 
-FAMILIES = {"qwen3": "Qwen3Renderer", "qwen3_moe": "Qwen3Renderer"}  # by model_type of config.json
+_QWEN35 = ("Qwen35Renderer", "Qwen36Renderer", "Qwen38Renderer")  # these have one model_type and different templates
+FAMILIES = {"qwen3": ("Qwen3Renderer",), "qwen3_moe": ("Qwen3Renderer",), "qwen3_5": _QWEN35, "qwen3_5_moe": _QWEN35}
 
 
 class FamilyRenderer(TemplateRenderer):
     """Continues conversations by the `renderers` package; if the package cannot, by the difference of two renderings."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format, family: Any):
+    def __init__(self, tokenizer: Tokenizer, tools: str, family: Any):
         super().__init__(tokenizer, tools)
         self._family = family
 
@@ -311,23 +356,25 @@ class FamilyRenderer(TemplateRenderer):
         return ""
 
 
-def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
+def renderer_of(tokenizer: Tokenizer, tools: str, model_folder: Path | str) -> TemplateRenderer:
     """Return a family renderer if the package knows the model's family and renders like the template; else a template's."""
     file = Path(model_folder) / "config.json"
-    name = FAMILIES.get(read_object(file, f"model.path: {file}").get("model_type", "")) if file.is_file() else None
-    if name is not None:
+    names = FAMILIES.get(read_object(file, f"model.path: {file}").get("model_type", ""), ()) if file.is_file() else ()
+    faults = []
+    for name in names:
         try:
             found = _made(name, tokenizer, tools)
             if not (where := found.fault()):
                 return found
-            why = f"it renders {where} differently"
+            faults.append(f"{name} renders {where} differently")
         except UserError as error:
-            why = str(error)
-        log.warning("the chat template continues conversations, not %s of the renderers package: %s", name, why)
+            faults.append(f"{name}: {error}")
+    if faults:
+        log.warning("the chat template continues conversations, not the renderers package: %s", "; ".join(faults))
     return TemplateRenderer(tokenizer, tools)
 
 
-def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> FamilyRenderer:
+def _made(name: str, tokenizer: Tokenizer, tools: str) -> FamilyRenderer:
     try:
         import renderers
 

@@ -366,7 +366,9 @@ def test_replies_that_are_not_done_go_on_in_the_next_turn(tmp_path: Path) -> Non
 
 # --------------------------------------------------------------------------------------------------------------------- gateways
 ASKED[RunEpisodesRequest] = "play"
-GAUGES = dict.fromkeys(("episodes_total", "calls_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0)
+GAUGES = dict.fromkeys(
+    ("episodes_total", "calls_total", "forks_total", "overridden_total", "malformed_calls_total", "loop_lag_p99"), 0.0
+)
 
 
 class FakeGateway(FakeReplica):

@@ -133,11 +133,12 @@ def episodes_of(
     seconds: float = 60.0,
     serves: bool = False,
     rewarded: bool = False,
+    malformed_reward: float | None = None,
 ) -> Episodes:
     settings = config.Config(
         run=config.Run(name="m"),
         model=config.Model(path="m"),
-        gateway=config.Gateway(episodes=most, serve=serves),
+        gateway=config.Gateway(episodes=most, serve=serves, malformed_reward=malformed_reward),
         deadlines=config.Deadlines(episode=seconds),
         rewards=config.Rewards(rules=[config.Rule(name="gsm8k")] if rewarded else []),
     )

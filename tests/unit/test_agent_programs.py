@@ -314,7 +314,7 @@ def test_what_is_no_override_is_still_a_mistake(rest: list[str], capsys: pytest.
 
 
 COUNTS = "40 conversations: {} go on token for token, {} would be rendered anew, {} are refused"
-Checked = Callable[[Path], tuple[int, str]]
+Checked = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -322,9 +322,9 @@ def checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     """Gives the exit code, and what is printed on a wide terminal."""
     monkeypatch.setenv("COLUMNS", "240")
 
-    def check(folder: Path) -> tuple[int, str]:
+    def check(folder: Path, *options: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as end:
-            cli.main(["check-template", str(folder)])
+            cli.main(["check-template", str(folder), *options])
         assert isinstance(end.value.code, int)
         shown = capsys.readouterr()
         return end.value.code, shown.out + shown.err
@@ -371,6 +371,15 @@ def test_each_conversation_goes_on_or_is_told_where_and_why_not(
     assert shown.splitlines()[-1] == COUNTS.format(*counts)
     cells = row(shown, name)
     assert cells == told if isinstance(told, list) else cells[2].startswith(told)
+
+
+def test_a_named_format_writes_the_tools_into_the_messages(tmp_path: Path, checked: Checked) -> None:
+    folder = cases.folder_of(tmp_path, cases.PLAIN)
+    code, shown = checked(folder, "--tool-format", "smollm2")
+    said = shown.splitlines()[-3:]
+    assert code == 0 and said[0].startswith("calls of tools: smollm2;") and said[2] == COUNTS.format(40, 0, 0)
+    number = sum(bool(message.tool_calls) for probe in conversations() for message in probe.messages)
+    assert said[1] == f"{number} of {number} replies with calls are read as they were written"
 
 
 def test_a_family_goes_on_by_renderers_but_where_it_leaves_out_what_was_reasoned(tmp_path: Path, checked: Checked) -> None:

@@ -379,11 +379,15 @@ def over_the_wire(answer: Any) -> Any:
 
 
 def streamed(events: Events, completion: Completion, cuts: list[int]) -> list[dict[str, Any]]:
-    """The events' data, when the replies' texts were told up to these cuts."""
+    """The events' data, when the messages had grown up to these cuts: reasoning, text and calls, one behind the other."""
     stream = b""
     for index, reply in enumerate(completion.replies):
+        message = reply.message
         for cut in sorted(cuts):
-            stream += events.progress(completion.id, index, reply.message.content[:cut])
+            left = max(0, cut - len(message.reasoning))
+            part = replace(message, reasoning=message.reasoning[:cut], content=message.content[:left])
+            calls = message.tool_calls[: max(0, left - len(message.content))]
+            stream += events.progress(completion.id, index, replace(part, tool_calls=calls))
     stream += events.end(completion)
     found = []
     for block in stream.decode().split("\n\n")[:-1]:
@@ -422,6 +426,18 @@ def test_what_comes_back_is_what_was_said(route: str, message: Message, cuts: li
     events = streamed(ask(route, stream=True).events("m", 12.75), completion, cuts)
     whole = {CHAT: from_chunks, RESPONSES: from_response_events, MESSAGES: from_message_events}[route](events)
     assert canonical(echo(route, whole)) == canonical(message)
+
+
+def test_text_behind_a_call_that_was_streamed_comes_back_behind_it() -> None:
+    call = ToolCall("c", "add", "{}")
+    for before, behind in (("", "B"), ("A", "A\nB")):
+        events = ask(MESSAGES, stream=True).events("m", 0)
+        completion = completion_of(Message("assistant", behind, (call,)))
+        said = events.progress("c1", 0, Message("assistant", before, (call,))) + events.end(completion)
+        found = [json.loads(block.partition("data: ")[2]) for block in said.decode().split("\n\n")[:-1]]
+        whole = from_message_events(found)
+        assert [block["type"] for block in whole["content"]] == [*(["text"] if before else []), "tool_use", "text"]
+        assert canonical(echo(MESSAGES, whole)) == canonical(Message("assistant", behind, (call,)))
 
 
 def from_chunks(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Engine:
         self._sampled += size
         versions = np.sort(np.arange(size, dtype=np.int64) // 3 + len(self.served) // 2)
         end = "stop" if ids[-1] in self.renderer.stop_ids else "length"
-        message = self.renderer.parse(forced, ids, tools)
+        message, _ = self.renderer.parse(forced, ids, tools)
         reason = "tool_calls" if message.tool_calls else end
         # Every other reply's tokens were drawn from two tokens each.
         vocabulary = self.renderer.tokenizer.vocab_size

@@ -64,6 +64,7 @@ class ScriptedPolicy:
         self.gate = asyncio.Event()
         self.gate.set()
         self.tools: tuple[str, ...] = ()  # that each reply calls
+        self.malformed = False  # whether each reply begins a call that cannot be read
 
     async def __call__(self, episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
         self.calls += 1
@@ -76,7 +77,7 @@ class ScriptedPolicy:
         calls = tuple(ToolCall(f"tool-{at}", name, "{}") for at, name in enumerate(self.tools))
         message = Message("assistant", "x" * number, calls)
         logprobs = np.full(len(tokens), -0.5, np.float32)
-        reply = PolicyReply(message, tokens, logprobs, versions, "stop")
+        reply = PolicyReply(message, tokens, logprobs, versions, "stop", malformed=self.malformed)
         episode.graph.add(extension, f"call-{number}", [reply])
         return Completion(id=f"call-{number}", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 

@@ -296,7 +296,7 @@ def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch:
 ROLLOUT = {"slots": 8, "running": 8, "waiting": 2, "kv_use": 0.8, "kv_shared": 0.0, "preemptions_total": 0}
 OWN = {**ROLLOUT, **dict.fromkeys(COUNTED, 0.0)}
 SHARED = {**OWN, "slots": 16, "running": 12, "waiting": 3, "kv_use": 0.6, "kv_shared": 1.0, "preemptions_total": 50}
-GATEWAY = dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0)
+GATEWAY = dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "malformed_calls_total", "loop_lag_p99"), 0.0)
 GATEWAY |= {"episodes": 7, "waiting": 9, "calls_total": 100}
 GROWTH = {"preemptions_total": 2, "calls_total": 3}  # of those that have any
 

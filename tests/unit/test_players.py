@@ -15,7 +15,7 @@ from runtime.config import Budgets, Config, Deadlines, Environment, Run, Service
 from runtime.environments import messages
 from runtime.environments.messages import EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
-from runtime.gateway.conversation import Refused
+from runtime.gateway.conversation import Message, Refused
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import EpisodeRunner
 from runtime.gateway.rendering import TemplateRenderer
@@ -112,11 +112,12 @@ def play(
     scenario: Callable[[Played], Awaitable[Any]],
     rewarded: bool = False,
     seconds: float = PATIENCE,
+    malformed_reward: float | None = None,
     **settings: Any,
 ) -> Any:
     async def whole() -> Any:
         policy = ScriptedPolicy(renderer)
-        episodes = episodes_of(renderer, policy, rewarded=rewarded)
+        episodes = episodes_of(renderer, policy, rewarded=rewarded, malformed_reward=malformed_reward)
         config = Config(
             run=Run(name="m"),
             services=Services(environment={"game": Environment(run="a.py:b", **settings)}),
@@ -244,6 +245,33 @@ def test_rewards_of_turns_branches_and_figures_arrive(renderer: TemplateRenderer
     assert group.rewards == [2.0, 2.0]
     assert group.outcomes is not None
     assert (group.outcomes.turns, group.outcomes.log) == ([1, 1], {"moves": (2, 10.0)})
+
+
+@pytest.mark.parametrize("reward", [None, -1.0])
+@pytest.mark.parametrize("end", [EpisodeEnd(reward=2.0), INFRASTRUCTURE])
+def test_a_malformed_call_is_counted_and_ends_the_episode_if_the_run_says_so(
+    renderer: TemplateRenderer, reward: float | None, end: EpisodeEnd
+) -> None:
+    refused = list[int]()
+
+    async def act(played: Played, port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        played.policy.malformed = True
+        episode = played.episodes.episode(request.id, request.api_key)
+        await played.episodes.call(episode, call())
+        try:
+            await played.episodes.call(episode, call(Message("user", "go on")))
+        except Refused as error:
+            refused.append(error.status)
+        yield EpisodeEvent(end=end)
+
+    group = acted(renderer, act, malformed_reward=reward, retries=0)
+    assert group.outcomes is not None
+    if reward is not None:
+        assert (group.rewards, reasons(group), group.outcomes.malformed, refused) == ([-1.0], ["parse_error"], [1], [404])
+    else:
+        assert (group.outcomes.malformed, refused) == ([2], [])
+        assert reasons(group)[0] == ("completed" if end.reward else "left out: infrastructure: the database is down")
 
 
 def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRenderer, told: list[TracedSpan]) -> None:

@@ -152,7 +152,7 @@ async def test_a_reply_is_asked_for_once_and_kept_as_it_was_sampled(desk: Desk, 
 async def test_a_reply_that_is_read_along_comes_in_pieces_that_go_on(desk: Desk) -> None:
     text = "".join(f"{number}, " for number in range(60)) + "end"
     said, told = desk.say(text), list[str]()
-    completion = await desk.ask(told=lambda id, index, so_far: told.append(so_far))
+    completion = await desk.ask(told=lambda id, index, message: told.append(message.content))
     (reply,), requests = completion.replies, desk.port.requests
     assert reply.tokens.tolist() == said and reply.message.content == told[-1] == text
     assert len(told) == len(requests) > len(PIECES) - 1
@@ -171,7 +171,7 @@ async def test_a_reply_that_is_read_along_comes_in_pieces_that_go_on(desk: Desk)
 @handed(run, needs=("renderer",))
 async def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(desk: Desk, place: int) -> None:
     said, told = desk.say("x" * place + "STOP and more"), list[str]()
-    completion = await desk.ask(stop=("never", "STOP"), told=lambda id, index, text: told.append(text))
+    completion = await desk.ask(stop=("never", "STOP"), told=lambda id, index, message: told.append(message.content))
     (reply,) = completion.replies
     assert (reply.message.content, reply.stop, reply.end) == ("x" * place, "STOP", "stop")
     assert reply.tokens.tolist() == said[: place + 4]
@@ -219,6 +219,22 @@ async def test_where_calls_come_one_at_a_time_the_first_ends_the_reply(desk: Des
     (reply,) = one.replies
     assert (len(reply.message.tool_calls), reply.end, reply.stop) == (1, "tool_calls", CALL[-len("</tool_call>") :])
     assert reply.tokens.tolist() == renderer.encode(CALL)
+
+
+@handed(run, needs=("renderer",))
+async def test_a_call_is_streamed_once_it_is_whole_and_a_broken_one_is_counted(desk: Desk) -> None:
+    desk.say(f"Let me.{CALL}{CALL}<tool_call>{{")
+    told = list[Message]()
+    completion = await desk.ask(tools=(TOOL,), told=lambda id, index, message: told.append(message))
+    (reply,) = completion.replies
+    counts = [len(message.tool_calls) for message in told]
+    assert counts == sorted(counts) and {0, 1, 2} == set(counts)
+    assert all(reply.message.tool_calls[: len(message.tool_calls)] == message.tool_calls for message in told)
+    assert (reply.message.content, reply.malformed) == ("Let me.\n<tool_call>{", True)
+    assert desk.calls.counts["malformed_calls"] == 1
+    desk.say("<tool_call>{", ended=False)
+    assert not (await desk.ask(tools=(TOOL,), max_tokens=12)).replies[0].malformed  # cut off
+    assert desk.calls.counts["malformed_calls"] == 1
 
 
 @handed(run, needs=("renderer",))

@@ -75,12 +75,16 @@ def test_tools_that_a_template_does_not_know_are_refused_by_name_and_what_it_ref
 
 
 def test_how_calls_are_written_is_read_off_the_template_or_said(folder: Path) -> None:
-    for template, form in ((cases.HERMES, "hermes"), (cases.JSON, "json"), (cases.PLAIN, "none"), (cases.THINKING, "hermes")):
+    for template, form in (
+        (cases.HERMES, "hermes"),
+        (cases.JSON, "llama3_json"),
+        (cases.PLAIN, "none"),
+        (cases.THINKING, "hermes"),
+    ):
         by = renderer(folder, template)
-        assert (by.form, by.takes_tools) == (form, form != "none")
-    assert renderer(folder, cases.HERMES, "json").form == "json"
+        assert (by.format_name, by.takes_tools) == (form, form != "none")
+    assert renderer(folder, cases.HERMES, "llama3_json").format_name == "llama3_json"
     assert not renderer(folder, cases.HERMES, "none").takes_tools
-    assert not renderer(folder, cases.PLAIN, "hermes").takes_tools  # it would not tell the model of tools
 
 
 def test_a_reply_ends_with_the_model_s_tokens_and_with_the_template_s(folder: Path) -> None:
@@ -154,10 +158,14 @@ def test_a_named_prompt_type_goes_on_as_well(folder: Path) -> None:
 
 
 def read(by: TemplateRenderer, text: str, tools: tuple[Tool, ...] = (ADD,), forced: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    message = by.parse(forced, said(by, text), tools)
+    message, _ = by.parse(forced, said(by, text), tools)
     assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
     assert all(call.id.startswith("call_") for call in message.tool_calls)
     return message.content, [(call.name, call.arguments) for call in message.tool_calls]
+
+
+def visible(by: TemplateRenderer, tokens: Any, forced: tuple[int, ...] = (), tools: tuple[Tool, ...] = (ADD,)) -> str:
+    return by.parse(forced, tokens, tools, ended=False)[0].content
 
 
 def call(arguments: str, name: str = "add", key: str = "arguments") -> str:
@@ -204,31 +212,31 @@ def test_without_tools_nothing_is_a_call_and_special_tokens_are_no_text(folder: 
 def test_what_ends_a_reply_is_no_text_whatever_kind_of_token_it_is(folder: Path) -> None:
     plain = AddedToken("<end>", special=False, normalized=False)
     by = renderer(folder, cases.PLAIN.replace("<|im_end|>", "<end>"), own=[plain], eos="<end>")
-    assert by.parse((), by.encode("5<end>"), ()).content == by.visible(by.encode("5<end>")) == "5"
+    assert by.parse((), by.encode("5<end>"), ())[0].content == visible(by, by.encode("5<end>")) == "5"
 
 
 def test_what_was_reasoned_is_told_apart_where_the_model_does_so(folder: Path) -> None:
     qwen = TemplateRenderer(Tokenizer(str(cases.qwen3(folder / "reasoned"))))
     opened = renderer(folder, cases.OPENED)
-    assert qwen.parse((), said(qwen, "<think>\n2 and 3\n</think>\n\nIt is 5."), ()) == Message(
+    assert qwen.parse((), said(qwen, "<think>\n2 and 3\n</think>\n\nIt is 5."), ())[0] == Message(
         "assistant", "It is 5.", reasoning="2 and 3"
     )
-    assert opened.parse((), said(opened, "2 and 3\n</think>\n\nIt is 5."), ()) == Message(
+    assert opened.parse((), said(opened, "2 and 3\n</think>\n\nIt is 5."), ())[0] == Message(
         "assistant", "It is 5.", reasoning="2 and 3"
     )
-    assert qwen.parse((), said(qwen, "<think>\n2 and", None), ()) == Message("assistant", reasoning="2 and")
-    assert qwen.parse((), said(qwen, "No <think> here"), ()).content == "No <think> here"
+    assert qwen.parse((), said(qwen, "<think>\n2 and", None), ())[0] == Message("assistant", reasoning="2 and")
+    assert qwen.parse((), said(qwen, "No <think> here"), ())[0].content == "No <think> here"
     plain = renderer(folder, cases.PLAIN)
-    assert plain.parse((), said(plain, "<think>a</think>b"), ()).content == "<think>a</think>b"
+    assert plain.parse((), said(plain, "<think>a</think>b"), ())[0].content == "<think>a</think>b"
 
 
 @pytest.mark.parametrize("template", [cases.HERMES, cases.JSON])
 def test_a_forced_call_begins_and_the_model_goes_on(folder: Path, template: str) -> None:
     by = renderer(folder, template)
     forced = tuple(by.forced("function:add", [ADD, LOOK]))
-    rest = ' {"a": 2}}' + ("\n</tool_call>" if by.form == "hermes" else "")
+    rest = ' {"a": 2}}' + ("\n</tool_call>" if by.format_name == "hermes" else "")
     assert read(by, rest, forced=forced) == ("", [("add", '{"a": 2}')])
-    assert by.visible(said(by, rest), forced) == ""
+    assert visible(by, said(by, rest), forced) == ""
     assert by.forced("required", [ADD]) == list(forced)  # there is no other
     any_of_them = by.forced("required", [ADD, LOOK])
     assert text_of(by, any_of_them).endswith('{"name": "')
@@ -271,10 +279,10 @@ def test_what_is_visible_only_grows_and_begins_the_text(
         KEPT[template] = renderer(folder, template)
     by = KEPT[template]
     tokens = [id for piece in pieces for id in (list(piece) if isinstance(piece, bytes) else by.encode(piece))]
-    content = by.parse((), tokens, tools).content
+    content = by.parse((), tokens, tools)[0].content
     before = ""
     for size in range(len(tokens) + 1):
-        now = by.visible(tokens[:size])
+        now = visible(by, tokens[:size], tools=tools)
         assert now.startswith(before)
         before = now
     assert content.startswith(before)
@@ -283,9 +291,9 @@ def test_what_is_visible_only_grows_and_begins_the_text(
 def test_text_is_visible_as_soon_as_it_is_settled(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     for text, seen in [("It is", "It is"), ("It is ", "It is"), ("It <tool", "It"), ("It <b>", "It <b>")]:
-        assert by.visible(said(by, text, None)) == seen
-    assert by.visible(by.encode("5 €")[:-1]) == "5"
-    assert by.visible(said(by, "It." + call("{}") + "more")) == "It."
+        assert visible(by, said(by, text, None)) == seen
+    assert visible(by, by.encode("5 €")[:-1]) == "5"
+    assert visible(by, said(by, "It." + call("{}") + "more")) == "It."
 
 
 def test_a_message_is_read_as_it_is_written(folder: Path) -> None:
@@ -293,7 +301,7 @@ def test_a_message_is_read_as_it_is_written(folder: Path) -> None:
     for probe in conversations():
         for message in probe.messages:
             if message.role == "assistant":
-                found = by.parse((), by.write(message), probe.tools)
+                found, _ = by.parse((), by.write(message), probe.tools)
                 calls = tuple(replace(one, id=two.id) for one, two in zip(found.tool_calls, message.tool_calls, strict=True))
                 assert replace(found, tool_calls=calls, content=found.content.strip()) == replace(
                     message, content=message.content.strip()

@@ -94,7 +94,7 @@ def test_the_chat_template_only_appends(tmp_path: Path) -> None:
     tiny_model.write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 257}')
     renderer = renderer_of(Tokenizer(str(tmp_path)), "auto", tmp_path)
-    assert (renderer.form, renderer.takes_tools) == ("hermes", True)
+    assert (renderer.format_name, renderer.takes_tools) == ("hermes", True)
     outcomes = [check_template.play(renderer, probe) for probe in conversations()]
     assert [outcome.name for outcome in outcomes if outcome.forks or outcome.refused] == []
 

@@ -9,7 +9,20 @@ from msgspec import field
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.dialects import fields
-from runtime.gateway.dialects.fields import Asked, Events, Strict, decode, event, one_of, part_text, read, text_of, wrong
+from runtime.gateway.dialects.fields import (
+    Asked,
+    PartEvents,
+    StreamedPart,
+    Strict,
+    decode,
+    event,
+    one_of,
+    part_text,
+    parts_of,
+    read,
+    text_of,
+    wrong,
+)
 from runtime.gateway.dialects.openai import choice_of
 
 
@@ -70,37 +83,35 @@ class _CustomTool(Strict, frozen=True):
     description: str = ""
 
 
-class _MessageEvents(Events):
-    """Streams text as it grows. Reasoning and calls are sent at the end, when they are known."""
+class _MessageEvents(PartEvents):
+    """Streams content blocks."""
 
     waiting: ClassVar[bytes] = event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: Any, model: str, created: float):
-        super().__init__(asked, model, created)
-        self._begun = self._writing = False  # the message has begun; text has been sent, which is its first block
+    def begin(self, id: str) -> bytes:
+        message = {"id": id, "type": "message", "role": "assistant", "model": self._model, "content": []}
+        # The prompt's tokens are counted at the end, in `message_delta`.
+        end = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
+        return _say("message_start", message={**message, **end})
 
-    def progress(self, id: str, index: int, text: str) -> bytes:
-        parts = []
-        if not self._begun:
-            self._begun = True
-            message = {"id": id, "type": "message", "role": "assistant", "model": self._model, "content": []}
-            # The prompt's tokens are counted at the end, in `message_delta`.
-            end = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
-            parts.append(_say("message_start", message={**message, **end}))
-        if new := self._new(0, text):
-            if not self._writing:
-                self._writing = True
-                parts.append(_say("content_block_start", index=0, content_block={"type": "text", "text": ""}))
-            parts.append(_say("content_block_delta", index=0, delta={"type": "text_delta", "text": new}))
-        return b"".join(parts)
+    def open(self, id: str, part: StreamedPart) -> bytes:
+        empty = {**_block(part), **({"input": {}} if part.call is not None else {})}
+        return _say("content_block_start", index=part.place, content_block=empty)
+
+    def grow(self, id: str, part: StreamedPart, text: str) -> bytes:
+        if part.call is not None:
+            delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(_object(text)).decode()}
+        else:
+            field = "text" if part.kind == "text" else "thinking"
+            delta = {"type": f"{field}_delta", field: text}
+        return _say("content_block_delta", index=part.place, delta=delta)
+
+    def close(self, id: str, part: StreamedPart) -> bytes:
+        return _say("content_block_stop", index=part.place)
 
     def end(self, completion: Completion) -> bytes:
-        reply = completion.replies[0]
-        parts = [self.progress(completion.id, 0, reply.message.content if self._writing else "")]
-        for index, block in enumerate(_blocks(reply.message, self._writing)):
-            if index or not self._writing:
-                parts += _begin(index, block)
-            parts.append(_say("content_block_stop", index=index))
+        reply, id = completion.replies[0], completion.id
+        parts = [self.progress(id, 0, reply.message), self.finish(id)]
         return b"".join([*parts, _say("message_delta", delta=_end(reply), usage=_usage(completion)), _say("message_stop")])
 
 
@@ -110,7 +121,7 @@ class MessagesAsked(Asked, frozen=True):
     def answer(self, completion: Completion) -> dict[str, Any]:
         reply = completion.replies[0]
         head = {"id": completion.id, "type": "message", "role": "assistant", "model": completion.model}
-        return {**head, "content": _blocks(reply.message), **_end(reply), "usage": _usage(completion)}
+        return {**head, "content": list(map(_block, parts_of(reply.message))), **_end(reply), "usage": _usage(completion)}
 
 
 def parse(body: bytes) -> MessagesAsked:
@@ -178,14 +189,13 @@ def _turn(given: Any, where: str) -> list[Message]:
     return messages
 
 
-def _blocks(message: Message, text_first: bool = False) -> list[dict[str, Any]]:
-    """Return the content blocks. Reasoning comes before the text, unless the text was sent first."""
-    text = [{"type": "text", "text": message.content}] if message.content else []
-    thinking = [{"type": "thinking", "thinking": message.reasoning, "signature": ""}] if message.reasoning else []
-    calls = [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)} for call in message.tool_calls
-    ]
-    return [*(text + thinking if text_first else thinking + text), *calls]
+def _block(part: StreamedPart) -> dict[str, Any]:
+    """Return a part of a message as a content block."""
+    if part.call is not None:
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": _object(part.call.arguments)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
 
 
 def _object(arguments: str) -> Any:
@@ -195,18 +205,6 @@ def _object(arguments: str) -> Any:
     except (msgspec.DecodeError, RecursionError):
         value = None
     return msgspec.Raw(arguments.encode()) if isinstance(value, dict) else {"arguments": arguments}
-
-
-def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
-    """Return the events of a block except its end."""
-    kind = block["type"]  # also the field of a text or a thought
-    if kind == "tool_use":
-        empty = {**block, "input": {}}
-        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
-    else:
-        empty, delta = {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
-    start = _say("content_block_start", index=index, content_block=empty)
-    return [start, _say("content_block_delta", index=index, delta=delta)]
 
 
 def _end(reply: PolicyReply) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Collection, Hashable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from runtime.gateway.conversation import Completion, PolicyCall, Refused
+from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, ToolCall
 
 # ---- Answers
 
@@ -21,21 +21,84 @@ class Events:
 
     def __init__(self, asked: Any, model: str, created: float):
         self._asked, self._model, self._created = asked, model, int(created)
-        self._sent: dict[int, int] = {}  # characters sent of each reply's text
+        self._sent: dict[Hashable, int] = {}  # characters sent of each part of each reply
 
-    def progress(self, id: str, index: int, text: str) -> bytes:
-        """Return the events for a text that has grown: `text` is now the text of reply `index` of the completion `id`."""
+    def progress(self, id: str, index: int, message: Message) -> bytes:
+        """Return the events for a message that has grown: `message` is now that of reply `index` of the completion `id`."""
         raise NotImplementedError
 
     def end(self, completion: Completion) -> bytes:
         """Return the events for the unsent rest of the completion, and for its end."""
         raise NotImplementedError
 
-    def _new(self, index: int, text: str) -> str:
+    def _new(self, part: Hashable, text: str) -> str:
         """Return the unsent part of `text`, and mark it as sent."""
-        sent = self._sent.get(index, 0)
-        self._sent[index] = max(sent, len(text))
+        sent = self._sent.get(part, 0)
+        self._sent[part] = max(sent, len(text))
         return text[sent:]
+
+
+class StreamedPart(NamedTuple):
+    """A part of a streamed message, which has its own events. `text`: what has been sent of the part."""
+
+    place: int  # among the message's parts
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+
+
+class PartEvents(Events):
+    """Streams the parts of one reply one behind the other: reasoning, text, each call. Text behind a call is a part again."""
+
+    def __init__(self, asked: Any, model: str, created: float):
+        super().__init__(asked, model, created)
+        self._begun = False
+        self._part: StreamedPart | None = None
+
+    def begin(self, id: str) -> bytes:
+        """Return the events that begin a message."""
+        raise NotImplementedError
+
+    def open(self, id: str, part: StreamedPart) -> bytes:
+        """Return the events that begin a part."""
+        raise NotImplementedError
+
+    def grow(self, id: str, part: StreamedPart, text: str) -> bytes:
+        """Return the event for `text`, which follows the part's text."""
+        raise NotImplementedError
+
+    def close(self, id: str, part: StreamedPart) -> bytes:
+        """Return the events that end a part."""
+        raise NotImplementedError
+
+    def progress(self, id: str, index: int, message: Message) -> bytes:
+        events = [] if self._begun else [self.begin(id)]
+        self._begun = True
+        parts = parts_of(message)
+        for number, part in enumerate(parts, len(message.tool_calls) - len(parts)):  # calls have 0 and on
+            key = part.kind, number if part.call else 0
+            if (key not in self._sent and part.call) or (len(part.text) > self._sent.get(key, 0)):
+                new, now = self._new(key, part.text), self._part
+                if now is None or (now.kind, now.call) != (part.kind, part.call):
+                    events.append(self.finish(id))
+                    self._part = now = part._replace(place=0 if now is None else now.place + 1, text="")
+                    new = new.lstrip("\n") if part.kind == "text" else new
+                    events.append(self.open(id, now))
+                events.append(self.grow(id, now, new))
+                self._part = now._replace(text=now.text + new)
+        return b"".join(events)
+
+    def finish(self, id: str) -> bytes:
+        """Return the events that end the part under way, if there is one."""
+        return b"" if self._part is None else self.close(id, self._part)
+
+
+def parts_of(message: Message) -> list[StreamedPart]:
+    """Return the parts of a message: its reasoning, its text, its calls."""
+    thought = [StreamedPart(0, "reasoning", message.reasoning)] if message.reasoning else []
+    text = [StreamedPart(0, "text", message.content)] if message.content else []
+    parts = [*thought, *text, *(StreamedPart(0, "call", call.arguments, call) for call in message.tool_calls)]
+    return [part._replace(place=place) for place, part in enumerate(parts)]
 
 
 class Asked(Struct, frozen=True, kw_only=True):

@@ -198,24 +198,28 @@ class _ChatMessage(Strict, frozen=True):
 
 
 class _ChatEvents(ChunkEvents):
-    """The chunks of each reply: its role, its text as it grows, its calls, its end."""
+    """The chunks of each reply: its role, its reasoning and its text as they grow, its calls, its end."""
 
     kind = "chat.completion.chunk"
 
-    def progress(self, id: str, index: int, text: str) -> bytes:
-        begin = b"" if index in self._sent else self._delta(id, index, role="assistant", content="" if text else None)
-        new = self._new(index, text)
-        return begin + (self._delta(id, index, content=new) if new else b"")
+    def progress(self, id: str, index: int, message: Message) -> bytes:
+        deltas: list[dict[str, Any]] = []
+        if index not in self._sent:
+            self._sent[index] = 0
+            deltas.append({"role": "assistant", "content": "" if message.content else None})
+        if thought := self._new((index, "reasoning"), message.reasoning):
+            deltas.append(_thought(thought))
+        if text := self._new((index, "text"), message.content):
+            deltas.append({"content": text})
+        for number, call in enumerate(message.tool_calls):
+            if (index, call.id) not in self._sent:
+                self._sent[index, call.id] = 0
+                deltas.append({"tool_calls": [{"index": number, **_called(call)}]})
+        return b"".join(self._delta(id, index, **delta) for delta in deltas)
 
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
-        message = reply.message
-        begin = self.progress(id, index, "") if index not in self._sent else b""
-        reasoning = self._delta(id, index, **_thought(message)) if message.reasoning else b""
-        text = self.progress(id, index, message.content)
-        calls = [{"index": number, **_called(call)} for number, call in enumerate(message.tool_calls)]
-        deltas = [self._delta(id, index, tool_calls=[call]) for call in calls]
         end = self.chunk(id, [{"index": index, "delta": {}, **self._asked.end(reply)}])
-        return b"".join([begin, reasoning, text, *deltas, end])
+        return self.progress(id, index, reply.message) + end
 
     def _delta(self, id: str, index: int, **delta: Any) -> bytes:
         return self.chunk(id, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -228,7 +232,7 @@ class ChatAsked(ChoicesAsked, frozen=True):
     def choice(self, index: int, reply: PolicyReply) -> dict[str, Any]:
         message = reply.message
         content = message.content or (None if message.tool_calls else "")
-        answered: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **_thought(message)}
+        answered: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **_thought(message.reasoning)}
         if message.tool_calls:
             answered["tool_calls"] = [_called(call) for call in message.tool_calls]
         return {"index": index, "message": answered, **self.end(reply)}
@@ -237,9 +241,9 @@ class ChatAsked(ChoicesAsked, frozen=True):
         return {"logprobs": self.token_logprobs(reply), "finish_reason": reply.end}
 
 
-def _thought(message: Message) -> dict[str, str]:
+def _thought(reasoning: str) -> dict[str, str]:
     """Return the reasoning, if any, under both names that clients look for."""
-    return {"reasoning_content": message.reasoning, "reasoning": message.reasoning} if message.reasoning else {}
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def parse_chat(body: bytes) -> ChatAsked:
@@ -295,8 +299,8 @@ class _CompletionRequest(Streamed, frozen=True, kw_only=True):
 class _CompletionEvents(ChunkEvents):
     kind = "text_completion"
 
-    def progress(self, id: str, index: int, text: str) -> bytes:
-        new = self._new(index, text)
+    def progress(self, id: str, index: int, message: Message) -> bytes:
+        new = self._new(index, message.content)
         return self.chunk(id, [self._asked.part(index, new, None)]) if new else b""
 
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:

@@ -13,7 +13,19 @@ from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
 from runtime.gateway.dialects import fields
-from runtime.gateway.dialects.fields import Asked, Events, Strict, decode, event, one_of, read, text_of, wrong
+from runtime.gateway.dialects.fields import (
+    Asked,
+    PartEvents,
+    StreamedPart,
+    Strict,
+    decode,
+    event,
+    one_of,
+    parts_of,
+    read,
+    text_of,
+    wrong,
+)
 from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -77,53 +89,49 @@ class _ReasoningItem(_InputItem, frozen=True):
     summary: Any = None
 
 
-class _ResponseEvents(Events):
-    """Streams text as it grows. Reasoning and calls are sent at the end, when they are known."""
+class _ResponseEvents(PartEvents):
+    """Streams output items. Known limit: text behind a call is an item of its own, and the conversation forks if it comes back
+    so. The whole answer has one item."""
 
     def __init__(self, asked: Any, model: str, created: float):
         super().__init__(asked, model, created)
         self._number = 0
-        self._writing = False  # text has been sent; it is the first item
+        self._status = "completed"  # of a part that ends
 
-    def progress(self, id: str, index: int, text: str) -> bytes:
-        parts = []
-        if not self._number:
-            response = self._asked.response(id, self._model, self._created, None)
-            parts = [self._say("response.created", response=response), self._say("response.in_progress", response=response)]
-        if new := self._new(0, text):
-            item = _message_item(id, new, "in_progress")
-            parts += [b"" if self._writing else self._begin(0, item), self._grow(0, item)]
-            self._writing = True
-        return b"".join(parts)
+    def begin(self, id: str) -> bytes:
+        response = self._asked.response(id, self._model, self._created, None)
+        return self._say("response.created", response=response) + self._say("response.in_progress", response=response)
 
     def end(self, completion: Completion) -> bytes:
-        text = completion.replies[0].message.content
-        parts = [self.progress(completion.id, 0, text if self._writing else "")]
-        response = self._asked.response(completion.id, self._model, self._created, completion, self._writing)
-        for index, item in enumerate(response["output"]):
-            if index or not self._writing:
-                parts += [self._begin(index, item), self._grow(index, item)]
-            parts.append(self._finish(index, item))
-        return b"".join([*parts, self._say(f"response.{response['status']}", response=response)])
+        id, response = completion.id, self._asked.response(completion.id, self._model, self._created, completion)
+        parts = [self.progress(id, 0, completion.replies[0].message)]
+        self._status = response["status"]
+        last = response["output"][-1]
+        if last["type"] == "message" and (self._part is None or self._part.kind == "reasoning"):  # an item without text
+            parts.append(self.finish(id))
+            self._part = StreamedPart(len(response["output"]) - 1, "text")
+            parts.append(self.open(id, self._part))
+        return b"".join([*parts, self.finish(id), self._say(f"response.{self._status}", response=response)])
 
-    def _begin(self, index: int, item: dict[str, Any]) -> bytes:
-        """Return the events that add an item without its content."""
+    def open(self, id: str, part: StreamedPart) -> bytes:
+        item = _item(id, part, "in_progress")
         empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
-        said = self._say("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
-        for part in item.get("content", ()):
-            said += self._say("response.content_part.added", **_position(index, item), part={**part, "text": ""})
+        said = self._say("response.output_item.added", output_index=part.place, item={**item, **empty})
+        for each in item.get("content", ()):
+            said += self._say("response.content_part.added", **_position(part.place, item), part={**each, "text": ""})
         return said
 
-    def _grow(self, index: int, item: dict[str, Any]) -> bytes:
-        """Return the event that adds the content of an item."""
-        kind, _, text, more = _content_of(item)
-        return self._say(f"response.{kind}.delta", **_position(index, item), delta=text, **more)
+    def grow(self, id: str, part: StreamedPart, text: str) -> bytes:
+        item = _item(id, part, "in_progress")
+        kind, _, _, more = _content_of(item)
+        return self._say(f"response.{kind}.delta", **_position(part.place, item), delta=text, **more)
 
-    def _finish(self, index: int, item: dict[str, Any]) -> bytes:
+    def close(self, id: str, part: StreamedPart) -> bytes:
+        item, index = _item(id, part, self._status), part.place
         kind, field, text, more = _content_of(item)
         said = self._say(f"response.{kind}.done", **_position(index, item), **{field: text}, **more)
-        for part in item.get("content", ()):
-            said += self._say("response.content_part.done", **_position(index, item), part=part)
+        for each in item.get("content", ()):
+            said += self._say("response.content_part.done", **_position(index, item), part=each)
         return said + self._say("response.output_item.done", output_index=index, item=item)
 
     def _say(self, kind: str, **fields: Any) -> bytes:
@@ -146,14 +154,14 @@ class ResponseAsked(Asked, frozen=True, kw_only=True):
     def answer(self, completion: Completion) -> dict[str, Any]:
         return self.response(completion.id, completion.model, int(completion.created), completion)
 
-    def response(self, id: str, model: str, created: int, done: Completion | None, text_first: bool = False) -> dict[str, Any]:
+    def response(self, id: str, model: str, created: int, done: Completion | None) -> dict[str, Any]:
         """Return the whole answer. `done`: None if it has only begun."""
         status, output = "in_progress", list[dict[str, Any]]()
         used: dict[str, Any] | None = None
         if done is not None:
             reply = done.replies[0]
             status = "incomplete" if reply.end == "length" else "completed"
-            output = _items(id, reply.message, status, text_first)
+            output = _items(id, reply.message, status)
             prompt, tokens = len(done.prompt), len(reply.tokens)
             used = {"input_tokens": prompt, "output_tokens": tokens, "total_tokens": prompt + tokens}
             used |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
@@ -221,18 +229,22 @@ def _joined(last: Message | None, added: Message) -> list[Message]:
     return [Message("assistant", last.content or added.content, calls, reasoning=reasoning)]
 
 
-def _items(id: str, message: Message, status: str, text_first: bool) -> list[dict[str, Any]]:
-    """Return the output items. Reasoning comes before the text, unless the text was sent first."""
-    items = []
-    if message.reasoning:
-        thought = [{"type": "reasoning_text", "text": message.reasoning}]
-        items.append({"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": thought, "status": status})
-    if message.content or not message.tool_calls:
-        items.insert(0 if text_first else len(items), _message_item(id, message.content, status))
-    for number, call in enumerate(message.tool_calls):
-        content = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        items.append({"id": f"fc_{id}_{number}", "type": "function_call", **content, "status": status})
-    return items
+def _items(id: str, message: Message, status: str) -> list[dict[str, Any]]:
+    """Return the output items; a reply without content is an item without text."""
+    parts = parts_of(message)
+    text = [] if message.content or message.tool_calls else [StreamedPart(len(parts), "text")]
+    return [_item(id, part, status) for part in (*parts, *text)]
+
+
+def _item(id: str, part: StreamedPart, status: str) -> dict[str, Any]:
+    if part.call is not None:
+        content: Any = {"call_id": part.call.id, "name": part.call.name, "arguments": part.text}
+        return {"id": f"fc_{id}_{part.place}", "type": "function_call", **content, "status": status}
+    if part.kind == "reasoning":
+        thought = [{"type": "reasoning_text", "text": part.text}]
+        return {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": thought, "status": status}
+    content = [{"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}]
+    return {"id": f"msg_{id}_{part.place}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _position(index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -247,8 +259,3 @@ def _content_of(item: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
         return "function_call_arguments", "arguments", item["arguments"], {}
     (part,) = item["content"]
     return part["type"], "text", part["text"], {"logprobs": []} if part["type"] == "output_text" else {}
-
-
-def _message_item(id: str, text: str, status: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
