@@ -72,7 +72,7 @@ QUICK = PlacementSettings(loads=FULL.loads[:1], seconds=300.0, swap=100.0, seeds
 
 
 class PlacementResult(Struct):
-    """Of one rule and seed. `hits`: prompt tokens of earlier turns that the caches had, of those that endless ones would have.
+    """The figures of one rule and seed. `hits`: prompt tokens of earlier turns that the caches had, of those of endless caches.
     `idle`: the part of the rollouts' time in which one had no work while calls waited at another. `apart`: preemptions while
     another rollout had no work. `moves`: the part of the calls. `call`: seconds of a call on average."""
 
@@ -101,7 +101,7 @@ class Conversation:
         self.asked = 0.0
 
     def key(self, end: int) -> int:
-        """Of its beginning of so many tokens."""
+        """Return the key of its beginning of so many tokens."""
         return hash((self.number // GROUP if end <= SHARED else (self.number,), end))
 
     def some(self, least: int, most: int) -> int:
@@ -309,7 +309,7 @@ class PlacementTrial:
         self._calls[self._gateway(each.of)][engine.address.name] -= 1
 
     def _finish(self, each: SimulatedCall, engine: SimulatedEngine) -> None:
-        """As `RolloutSessions` does."""
+        """Choose as `RolloutSessions` does."""
         self._leave(each, engine)
         of, gateway = each.of, self._gateway(each.of)
         costs, cost = self._costs[gateway], self._costs[gateway][engine.address]

@@ -599,7 +599,7 @@ class Outcomes(msgspec.Struct, kw_only=True):
 
 
 class RolloutLoad(msgspec.Struct, kw_only=True):
-    """What a rollout reports with a group that says `keep`: gateways place further calls by it (`gateway.placement`)."""
+    """The load that a rollout reports with a group that says `keep`. Gateways place further calls by the load."""
 
     cached: int  # tokens of the prompt whose keys and values were in the cache
     prefill_seconds: float  # that the prompt's other tokens took; 0: not measured

@@ -44,7 +44,7 @@ class _Given(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a reply's text holds. `malformed`: a call begins in it that cannot be read and stays text."""
+    """The contents of a reply's text. `malformed`: a call begins in it that cannot be read and stays text."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -279,7 +279,7 @@ class ToolFormat(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def _opening(self) -> re.Pattern[str] | None:
-        """What begins calls in a text. Formats without marks are known by the beginning of a call."""
+        """The beginnings of calls in a text. Formats without marks are known by the beginning of a call."""
         if not self.call:
             return None
         if self.alone:
@@ -293,7 +293,7 @@ class ToolFormat(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def _parameter(self) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-        """What opens a parameter, what separates key and value, and what closes it."""
+        """The patterns that open a parameter, separate key and value, and close it."""
         opens, _, rest = self.parameter.partition("{key}")
         splits, _, closes = rest.partition("{value}")
         space = closes[: len(closes) - len(closes.lstrip())]
