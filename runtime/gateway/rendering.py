@@ -138,13 +138,13 @@ class TemplateRenderer:
         if self._no_bridge:
             return self._no_bridge
         last, ended = history[-1], self.ends(tokens)
+        if not ended and last.reasoning and not last.content and not last.tool_calls:
+            return "the reply was cut off while it reasoned"
         if self._close_id is None:
             return self._next_message(tokens, history, new, tools)
         close = self._closes.get(int(tokens[-1]), "") if ended else self._close
         if not close:
             return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
-        if not ended and last.reasoning and not last.content and not last.tool_calls:
-            return "the reply was cut off while it reasoned"
         try:
             tail = self._tail(said() if ended else said() + close, close, history, new, tools)
         except UserError as error:
@@ -165,7 +165,7 @@ class TemplateRenderer:
         added = self.encode(after[len(answered) :])
         if not self.ends(tokens):
             return added
-        return added[1:] if tokens[-1] == added[0] else f"the reply ended with {self.decode(tokens[-1:])}"
+        return added[1:] if added[:1] == [int(tokens[-1])] else f"the reply ended with {self.decode(tokens[-1:])}"
 
     def ends(self, tokens: np.ndarray) -> bool:
         """Return True if the last token ends a reply."""

@@ -309,6 +309,9 @@ def test_a_conversation_goes_on_where_the_next_message_begins_with_the_token_tha
         found = by.bridge(np.array([*prompt, *reply]), len(reply), [*history, message], new, (ADD,), lambda: "")
         if added is None:
             assert found == "the reply ended with <|user|>"
+            cut, thought = by.encode("\n<think>Add"), Message("assistant", reasoning="Add")
+            found = by.bridge(np.array([*prompt, *cut]), len(cut), [*history, thought], new, (ADD,), lambda: "")
+            assert found == "the reply was cut off while it reasoned"
         else:
             assert isinstance(found, list) and by.decode(found) == f"{added}\n<tool_response>\n5\n</tool_response><|assistant|>"
 
